@@ -1,0 +1,1 @@
+"""Kimi Delta Attention (KDA) as a context-parallel operator for PyTorch."""
