@@ -1,0 +1,522 @@
+"""Who owns which tokens, which maps exist and who sends what to whom: integers only, no tensors.
+
+`make_plan` turns the *global* boundaries of the packed sequences, a number of ranks and a layout
+into a frozen `Plan`. It is a pure function: every rank derives the same plan on its own.
+
+Vocabulary
+    sequence   tokens [cu_seqlens[n], cu_seqlens[n + 1]) of the global stream; may be empty. Tokens
+               from cu_seqlens[-1] on belong to no sequence (padding).
+    fragment   a non-empty contiguous global token range on one rank. Ranges adjacent both in the
+               shard and globally are one fragment: a cut that moves no state does not exist here.
+    shard      all tokens of one rank, in shard order (explicit fragments: not always global order).
+    segment    the part of one sequence that lies in one fragment; never empty.
+    map        what a fragment does to the state that leaves it: S_out = A S_in + b. It is *full* if
+               and only if one sequence has tokens before and after the fragment; every other map is
+               a *reset* (A = 0).
+    slot       a fragment's place in an exchange. Forward, the exited fragments have one (their b
+               and, if full, their A); backward, the entered ones (their c). A rank's slots are in
+               global order.
+
+An edge is *crossed* by a sequence with tokens on both of its sides. In the example sequence 1
+crosses both inner edges and rank 1 sees only its middle, so fragment 1 is full. A digit is a token
+and names its sequence (modulo 10), `.` is a token of another rank, `-` would be padding:
+
+>>> print(make_plan((0, 2, 9, 12), 3))
+12 tokens, 3 sequences, 3 ranks, contiguous
+rank 0  0011........
+rank 1  ....1111....
+rank 2  ........1222
+fragment  rank  tokens   offset  kind   enters  exits
+       0     0  [0, 4)        0  reset       -      1
+       1     1  [4, 8)        0  full        1      1
+       2     2  [8, 12)       0  reset       1      -
+
+    entry state of fragment 2   = A1 b0 + b1     entry_chain(2): fragments 0 and 1
+    exit gradient of fragment 0 = c1 + A1^T c2   exit_chain(0): fragments 1 and 2
+
+So A1 goes to rank 2 (forward) and, in training, to rank 0. A0 and A2 are resets and nobody needs
+them. With two contiguous ranks no fragment is full and no A exists at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+LAYOUTS = ("contiguous", "zigzag")
+ALGORITHMS = ("all_gather", "ring", "all_to_all")
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A maximal range of global tokens that is contiguous in one rank's shard as well."""
+
+    index: int  # position in global token order
+    rank: int
+    start: int
+    stop: int
+    offset: int  # of its first token in the shard
+    enters: int | None  # the sequence that crosses the left edge
+    exits: int | None  # the sequence that crosses the right edge
+
+    @property
+    def full(self) -> bool:
+        """Whether one sequence has tokens before and after, so that the map needs its A."""
+        return self.enters is not None and self.enters == self.exits
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of one sequence inside one fragment: what is walked from one entry state."""
+
+    sequence: int
+    start: int
+    stop: int
+    offset: int  # of its first token in the shard
+    fragment: int  # Fragment.index
+    starts: bool  # holds the sequence's first token
+    ends: bool  # holds the sequence's last token
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank receives from the others in the forward and in the backward."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of a packed stream over ranks, as built and checked by `make_plan`."""
+
+    cu_seqlens: tuple[int, ...]
+    num_tokens: int
+    ranks: int
+    layout: str  # "contiguous", "zigzag" or "fragments"
+    fragments: tuple[Fragment, ...]  # in global order, an exact cover of [0, num_tokens)
+
+    # Shards: what lies where on one rank.
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """Global token ranges of the shard, merged, in shard order."""
+        return tuple((f.start, f.stop) for f in self._shard(rank))
+
+    def shard_tokens(self, rank: int) -> int:
+        return sum(f.stop - f.start for f in self._owned(rank))
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """Segments in shard order; two of one sequence may touch there, in different fragments."""
+        if rank not in self._segments:
+            self._segments[rank] = tuple(s for f in self._shard(rank) for s in self._cut(f))
+        return self._segments[rank]
+
+    def local_cu_seqlens(self, rank: int) -> tuple[int, ...]:
+        """Boundaries of `segments(rank)` in the shard, from 0; padding at its end is not covered.
+
+        Boundaries cannot express a hole: explicit fragments that put padding before tokens of a
+        sequence are a ValueError here, while `segments` serves them.
+        """
+        bounds = [0]
+        for segment in self.segments(rank):
+            if segment.offset != bounds[-1]:
+                raise ValueError(
+                    f"fragments must have tokens past cu_seqlens[-1] = {self.cu_seqlens[-1]} at a "
+                    f"shard's end to have local cu_seqlens, got {self.ranges(rank)} on rank {rank}"
+                )
+            bounds.append(segment.offset + segment.length)
+        return tuple(bounds)
+
+    # Slots and chains: which maps exist and in which order they fold.
+
+    def entered(self, rank: int) -> tuple[Fragment, ...]:
+        """This rank's fragments that need an entry state: its slots in the backward."""
+        return tuple(f for f in self._owned(rank) if f.enters is not None)
+
+    def exited(self, rank: int) -> tuple[Fragment, ...]:
+        """This rank's fragments that a state leaves: its slots in the forward."""
+        return tuple(f for f in self._owned(rank) if f.exits is not None)
+
+    def full(self, rank: int) -> tuple[Fragment, ...]:
+        """This rank's fragments whose A somebody needs (the next fragment, at least)."""
+        return tuple(f for f in self._owned(rank) if f.full)
+
+    def entry_chain(self, index: int) -> tuple[Fragment, ...]:
+        """The fragments whose maps, folded left to right, give the entry state of fragment `index`.
+
+        The first one holds the sequence's first token and is a reset; all the others are full.
+        """
+        if self._fragment(index).enters is None:
+            raise ValueError(f"index must name an entered fragment, got {self.fragments[index]}")
+        first = index - 1
+        while self.fragments[first].full:
+            first -= 1
+        return self.fragments[first:index]
+
+    def exit_chain(self, index: int) -> tuple[Fragment, ...]:
+        """The later fragments the sequence leaving `index` reaches; only the last is not full."""
+        if self._fragment(index).exits is None:
+            raise ValueError(f"index must name an exited fragment, got {self.fragments[index]}")
+        last = index + 1
+        while self.fragments[last].full:
+            last += 1
+        return self.fragments[index + 1 : last + 1]
+
+    # Exchange: who sends what to whom. Chains are runs of neighbours: what two ranks share in one
+    # shows at an edge between ranks, so a pass over the edges decides.
+
+    @property
+    def exchanges_states(self) -> bool:
+        """Whether any rank needs a slot of another, in either pass: all ranks then join."""
+        return any(b.enters is not None and a.rank != b.rank for a, b in pairwise(self.fragments))
+
+    def exchanges_transitions(self, backward: bool) -> bool:
+        """Whether any `transition_sends(.., backward)` is non-empty: all ranks then join."""
+        edges = pairwise(self.fragments)
+        return any(a.rank != b.rank and (a.full or (backward and b.full)) for a, b in edges)
+
+    def transition_sends(self, source: int, target: int, backward: bool) -> tuple[Fragment, ...]:
+        """Full fragments of `source` whose A `target` needs, in global order; none from itself.
+
+        The forward needs those in the entry chains of target's fragments. `backward` adds those in
+        its exit chains, so that one exchange in the forward serves both passes.
+        """
+        fulls = self.full(source)
+        last_entered, first_exited = self._reach[self._checked(target)]
+        if source == target:
+            return ()
+        return tuple(
+            f
+            for f in fulls
+            if f.index < last_entered.get(f.exits, -1)
+            or (backward and f.index > first_exited.get(f.enters, f.index))
+        )
+
+    def state_slots(self, backward: bool) -> int:
+        """Slots a rank contributes to a padded all-gather of states: the most that any rank has."""
+        slots = self.entered if backward else self.exited
+        return max(len(slots(rank)) for rank in range(self.ranks))
+
+    def initial_state_owner(self, sequence: int) -> int:
+        """The rank that holds the first token of `sequence`; 0 if it is empty."""
+        start, stop = self._bounds(sequence)
+        return self._owner(start) if start < stop else 0
+
+    def final_state_owner(self, sequence: int) -> int:
+        """The rank that holds the last token of `sequence`; 0 if it is empty."""
+        start, stop = self._bounds(sequence)
+        return self._owner(stop - 1) if start < stop else 0
+
+    def received_bytes(
+        self,
+        algorithm: str,
+        rank: int,
+        *,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        batch: int = 1,
+        itemsize: int = 4,
+        training: bool = True,
+    ) -> Traffic:
+        """Bytes `rank` receives; b, c are [batch, heads, K, V] and A [batch, heads, K, K].
+
+        all_gather  Forward: every other rank's b, padded to `state_slots`, and each A that this
+                    rank folds (in training for both passes, kept). Backward: c, padded.
+        ring        One state for every fragment entered from another rank (backward: exited to
+                    another rank). A stays at home.
+        all_to_all  Rank j folds head group j for everybody. It receives that group's share of every
+                    remote slot (b and, if full, A, which it keeps), then the entry states of its
+                    own fragments for the heads of the other groups; backward likewise with c and
+                    exit gradients. No padding. Groups are as even as possible, the remainder one
+                    head each to the first ranks.
+        """
+        counts = {
+            "all_gather": self._all_gather_counts,
+            "ring": self._ring_counts,
+            "all_to_all": self._all_to_all_counts,
+        }
+        if algorithm not in counts:
+            raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
+        states, transitions, gradients = counts[algorithm](self._checked(rank), heads, training)
+        row = batch * key_dim * itemsize
+        return Traffic(
+            forward=row * (states * value_dim + transitions * key_dim),
+            backward=row * gradients * value_dim if training else 0,
+        )
+
+    # Each returns (b, A, c): one-head matrices that `rank` receives.
+
+    def _all_gather_counts(self, rank: int, heads: int, training: bool) -> tuple[int, int, int]:
+        if not self.exchanges_states:
+            return 0, 0, 0
+        sends = (self.transition_sends(source, rank, training) for source in range(self.ranks))
+        padded = heads * (self.ranks - 1)
+        transitions = heads * sum(map(len, sends))
+        return padded * self.state_slots(False), transitions, padded * self.state_slots(True)
+
+    def _ring_counts(self, rank: int, heads: int, training: bool) -> tuple[int, int, int]:
+        entered = sum(self.fragments[f.index - 1].rank != rank for f in self.entered(rank))
+        exited = sum(self.fragments[f.index + 1].rank != rank for f in self.exited(rank))
+        return heads * entered, 0, heads * exited
+
+    def _all_to_all_counts(self, rank: int, heads: int, training: bool) -> tuple[int, int, int]:
+        if not self.exchanges_states:
+            return 0, 0, 0
+        group = heads // self.ranks + (rank < heads % self.ranks)
+        others = [f for f in self.fragments if f.rank != rank]
+        returned = heads - group
+        return (
+            group * sum(f.exits is not None for f in others) + returned * len(self.entered(rank)),
+            group * sum(f.full for f in others),
+            group * sum(f.enters is not None for f in others) + returned * len(self.exited(rank)),
+        )
+
+    # Picture.
+
+    def draw(self, width: int = 72) -> str:
+        """Ranks (rows) over tokens (columns), then the fragments.
+
+        Past `width` tokens a column shows the first of the tokens it stands for, so what is short
+        may not show; the table is exact.
+        """
+        columns = min(self.num_tokens, max(width, 1))
+        rows = [["."] * columns for _ in range(self.ranks)]
+        for column in range(columns):
+            token = column * self.num_tokens // columns
+            in_sequence = token < self.cu_seqlens[-1]
+            mark = str((bisect_right(self.cu_seqlens, token) - 1) % 10) if in_sequence else "-"
+            rows[self._owner(token)][column] = mark
+        digits, sequences = len(str(self.ranks - 1)), len(self.cu_seqlens) - 1
+        lines = [
+            f"{self.num_tokens} tokens, {sequences} sequences, {self.ranks} ranks, {self.layout}",
+            *(f"rank {rank:{digits}}  {''.join(row)}".rstrip() for rank, row in enumerate(rows)),
+        ]
+        ranges = [f"[{f.start}, {f.stop})" for f in self.fragments]
+        span = max(map(len, ["tokens", *ranges]))
+        lines.append(f"fragment  rank  {'tokens':{span}}  offset  kind   enters  exits")
+        for f, tokens in zip(self.fragments, ranges, strict=True):
+            kind = "full" if f.full else "reset"
+            enters, exits = ("-" if s is None else s for s in (f.enters, f.exits))
+            place = f"{f.index:8}  {f.rank:4}  {tokens:{span}}  {f.offset:6}"
+            lines.append(f"{place}  {kind:5}  {enters:>6}  {exits:>5}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.draw()
+
+    # Lookups, made once a plan; `frozen` does not stop `cached_property`, which writes to __dict__.
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[Fragment, ...], ...]:
+        owned: list[list[Fragment]] = [[] for _ in range(self.ranks)]
+        for fragment in self.fragments:
+            owned[fragment.rank].append(fragment)
+        return tuple(map(tuple, owned))
+
+    @cached_property
+    def _segments(self) -> dict[int, tuple[Segment, ...]]:
+        return {}  # filled a rank at a time: a rank asks for its own, of many
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(f.start for f in self.fragments)
+
+    @cached_property
+    def _reach(self) -> tuple[tuple[dict[int | None, int], dict[int | None, int]], ...]:
+        """For each rank: by sequence, its last fragment entered and its first fragment exited.
+
+        A rank needs the A of a full fragment exactly if it has an entered one of that sequence
+        later (forward) or an exited one earlier (backward): no chain need be walked.
+        """
+        reach: tuple[tuple[dict[int | None, int], dict[int | None, int]], ...]
+        reach = tuple(({}, {}) for _ in range(self.ranks))
+        for f in self.fragments:
+            last_entered, first_exited = reach[f.rank]
+            if f.enters is not None:
+                last_entered[f.enters] = f.index
+            if f.exits is not None:
+                first_exited.setdefault(f.exits, f.index)
+        return reach
+
+    def _cut(self, fragment: Fragment) -> Iterable[Segment]:
+        cu, start, stop = self.cu_seqlens, fragment.start, fragment.stop
+        first = bisect_right(cu, start) - 1
+        for n in range(first, min(bisect_left(cu, stop), len(cu) - 1)):
+            low, high = max(cu[n], start), min(cu[n + 1], stop)
+            if low < high:
+                offset = fragment.offset + low - start
+                yield Segment(n, low, high, offset, fragment.index, low == cu[n], high == cu[n + 1])
+
+    def _owner(self, token: int) -> int:
+        return self.fragments[bisect_right(self._starts, token) - 1].rank
+
+    # Python would read a negative index from the end: the wrong rank, silently.
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be in [0, {self.ranks}), got {rank}")
+        return rank
+
+    def _owned(self, rank: int) -> tuple[Fragment, ...]:
+        return self._by_rank[self._checked(rank)]
+
+    def _shard(self, rank: int) -> list[Fragment]:
+        return sorted(self._owned(rank), key=lambda f: f.offset)
+
+    def _fragment(self, index: int) -> Fragment:
+        if not 0 <= index < len(self.fragments):
+            raise ValueError(f"index must be in [0, {len(self.fragments)}), got {index}")
+        return self.fragments[index]
+
+    def _bounds(self, sequence: int) -> Range:
+        if not 0 <= sequence < len(self.cu_seqlens) - 1:
+            raise ValueError(f"sequence must be in [0, {len(self.cu_seqlens) - 1}), got {sequence}")
+        return self.cu_seqlens[sequence], self.cu_seqlens[sequence + 1]
+
+
+def make_plan(
+    cu_seqlens: Sequence[int],
+    ranks: int,
+    *,
+    layout: str = "contiguous",
+    fragments: Sequence[Sequence[Range]] | None = None,
+    num_tokens: int | None = None,
+) -> Plan:
+    """Divide a packed stream of sequences over ranks.
+
+    Args:
+        cu_seqlens: global boundaries, from 0, non-decreasing (equal neighbours: an empty sequence).
+            A row of a dense batch is (0, T); all rows share the plan.
+        ranks: P, at least 1. Fewer tokens than ranks are legal; a shard may be empty.
+        layout: "contiguous" (P pieces of [0, T), the remainder one token each to the first) or
+            "zigzag" (2P such pieces, rank r holds pieces r and 2P - 1 - r).
+        fragments: for each rank its half-open (start, stop) in shard order; together an exact cover
+            of [0, T), in any order and sizes. `layout` is then ignored, "fragments" recorded.
+        num_tokens: T; None means cu_seqlens[-1]. Tokens from cu_seqlens[-1] on are owned, but
+            belong to no sequence.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    cu = _check_cu_seqlens(cu_seqlens)
+    count = _integer("ranks", ranks)
+    if count < 1:
+        raise ValueError(f"ranks must be at least 1, got {count}")
+    total = cu[-1] if num_tokens is None else _integer("num_tokens", num_tokens)
+    if total < cu[-1]:
+        raise ValueError(f"num_tokens must be at least cu_seqlens[-1] = {cu[-1]}, got {total}")
+    if fragments is not None:
+        shards = _check_fragments(fragments, count, total)
+        layout = "fragments"
+    elif layout == "contiguous":
+        shards = [[piece] for piece in _pieces(total, count)]
+    elif layout == "zigzag":
+        pieces = _pieces(total, 2 * count)
+        shards = [[pieces[r], pieces[-1 - r]] for r in range(count)]
+    else:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    return Plan(cu, total, count, layout, _fragments(cu, shards))
+
+
+def _pieces(total: int, count: int) -> list[Range]:
+    size, extra = divmod(total, count)
+    bounds = [i * size + min(i, extra) for i in range(count + 1)]
+    return list(pairwise(bounds))
+
+
+def _fragments(cu: tuple[int, ...], shards: list[list[Range]]) -> tuple[Fragment, ...]:
+    """Drop what is empty, merge what is adjacent twice, sort globally and look at the edges."""
+    merged: list[tuple[int, int, int, int]] = []  # start, stop, rank, offset
+    for rank, shard in enumerate(shards):
+        offset, end = 0, -1
+        for start, stop in shard:
+            if start == stop:
+                continue
+            if start == end:
+                merged[-1] = (merged[-1][0], stop, *merged[-1][2:])
+            else:
+                merged.append((start, stop, rank, offset))
+            offset, end = offset + stop - start, stop
+    return tuple(
+        Fragment(index, rank, start, stop, offset, _crossing(cu, start), _crossing(cu, stop))
+        for index, (start, stop, rank, offset) in enumerate(sorted(merged))
+    )
+
+
+def _crossing(cu: tuple[int, ...], edge: int) -> int | None:
+    """The sequence with tokens on both sides of `edge`."""
+    # The last boundary at or before the edge opens the sequence (or padding) of token `edge`.
+    n = bisect_right(cu, edge) - 1
+    return n if n < len(cu) - 1 and cu[n] < edge else None
+
+
+# Validation: texts name the argument, what was expected and what came, the same on every rank.
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):  # True would pass as 1
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be an int, got {value!r}") from None
+
+
+def _check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(cu_seqlens, Iterable):
+        raise ValueError(f"cu_seqlens must be a sequence of ints, got {cu_seqlens!r}")
+    cu = tuple(_integer(f"cu_seqlens[{i}]", x) for i, x in enumerate(cu_seqlens))
+    if not cu:
+        raise ValueError("cu_seqlens must hold at least one boundary (a 0), got an empty sequence")
+    if cu[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {cu[0]}")
+    for i, (a, b) in enumerate(pairwise(cu), start=1):
+        if b < a:
+            came = f"{b} after {a} at position {i}"
+            raise ValueError(f"cu_seqlens must be non-decreasing, got {came}")
+    return cu
+
+
+def _check_fragments(
+    fragments: Sequence[Sequence[Range]], ranks: int, total: int
+) -> list[list[Range]]:
+    if not isinstance(fragments, Sequence) or len(fragments) != ranks:
+        came = f"{len(fragments)}" if isinstance(fragments, Sequence) else repr(fragments)
+        raise ValueError(f"fragments must be a list of {ranks} lists, one a rank, got {came}")
+    shards = []
+    for rank, ranges in enumerate(fragments):
+        if not isinstance(ranges, Sequence):
+            raise ValueError(f"fragments[{rank}] must be a list of (start, stop), got {ranges!r}")
+        names = (f"fragments[{rank}][{i}]" for i in range(len(ranges)))
+        shards.append([_check_range(n, r, total) for n, r in zip(names, ranges, strict=True)])
+    held = sorted((a, b, rank) for rank, shard in enumerate(shards) for a, b in shard if a < b)
+    end, holder = 0, 0
+    for start, stop, rank in [*held, (total, total, ranks)]:
+        expected = f"fragments must cover each token of [0, {total}) exactly once"
+        if start > end:
+            raise ValueError(f"{expected}, got a gap: no rank holds [{end}, {start})")
+        if start < end:
+            twice = f"[{start}, {min(stop, end)}) on rank {holder} and rank {rank}"
+            raise ValueError(f"{expected}, got an overlap: {twice}")
+        end, holder = stop, rank
+    return shards
+
+
+def _check_range(name: str, value: object, total: int) -> Range:
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise ValueError(f"{name} must be a pair (start, stop), got {value!r}")
+    start, stop = (_integer(f"{name}[{i}]", x) for i, x in enumerate(value))
+    if not 0 <= start <= stop <= total:
+        raise ValueError(f"{name} must have 0 <= start <= stop <= {total}, got ({start}, {stop})")
+    return start, stop
