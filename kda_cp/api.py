@@ -1,0 +1,450 @@
+"""The public operator: `chunk_kda`, `chunk_kda_cp` and `fused_recurrent_kda`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_cp import eager
+from kda_cp.autograd import ChunkKDA
+from kda_cp.context import CPContext, build_cp_context, read_cu_seqlens
+from kda_cp.pipeline import Call
+from kda_cp.recurrent import recurrent_kda
+from kda_cp.reference import recurrent_kda_reference
+from kda_cp.segments import SegmentTable
+from kda_cp.stages import Inputs, Settings
+from kda_cp.validation import (
+    IMPLS,
+    PRECISIONS,
+    check_choice,
+    check_initial_state,
+    make_settings,
+)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: CPContext | None = None,
+    chunk_size: int = 64,
+    precision: str | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Apply Kimi Delta Attention to whole sequences, differentiable, over one rank or many.
+
+    Per value head hv, with q and k of head hv // (HV // H) and S_0 the initial state or zero::
+
+        S_t = diag(exp(g_t)) S_{t-1}
+        S_t = S_t + beta_t k_t (v_t - k_t^T S_t)
+        o_t = scale * q_t^T S_t
+
+    Gate modes. *Pre-gated* (default): g is the log decay; A_log and dt_bias must be None.
+    *Softplus* (`use_gate_in_kernel`): the log decay is -exp(A_log) softplus(g + dt_bias).
+    *Bounded* (`use_gate_in_kernel` and `safe_gate`): it is
+    lower_bound * sigmoid(exp(A_log) (g + dt_bias)), A_log optional. dt_bias is always optional.
+
+    Args:
+        q: [B, T, H, K], queries; bfloat16, float16, float32 or float64.
+        k: [B, T, H, K], keys, of q's dtype.
+        v: [B, T, HV, V], values, of q's dtype; HV is a multiple of H.
+        g: [B, T, HV, K], log decay (natural log, <= 0) or raw gate; q's dtype or float32.
+        beta: [B, T, HV], write strength, or its logits with `use_beta_sigmoid_in_kernel`; q's
+            dtype or float32. Not clamped.
+        scale: factor of o; None is K ** -0.5.
+        initial_state: [N, HV, K, V] ([N, HV, V, K] with `state_v_first`), the state before each
+            sequence; None is zero. float32, or float64 when q is.
+        output_final_state: whether to return the state after each sequence.
+        A_log: [HV], log of the gate's rate; q's dtype or float32.
+        dt_bias: [HV * K], added to the raw gate; q's dtype or float32.
+        use_qk_l2norm_in_kernel: replace q and k by x * rsqrt(sum x^2 + 1e-6) over K.
+        use_gate_in_kernel: g is raw and the gate is applied here.
+        use_beta_sigmoid_in_kernel: replace beta by sigmoid(beta).
+        allow_neg_eigval: double beta after its sigmoid, which it needs.
+        safe_gate: the bounded gate instead of the softplus gate.
+        lower_bound: bound of the bounded gate, -5 <= lower_bound < 0, natural log. For a
+            pre-gated g it changes nothing and promises g >= lower_bound, which is checked under
+            `torch.autograd.set_detect_anomaly(True)`.
+        disable_recompute: keep the forward's intermediates for the backward: faster, and memory
+            that grows by about (3 K + V + C) values a token and head.
+        return_intermediate_states: also return the entry state of every local chunk.
+        state_v_first: states are given and returned as [.., V, K].
+        cu_seqlens: [N + 1], boundaries of N sequences packed in one row (B = 1), int32 or int64
+            on any device; starts with 0, non-decreasing, may end before T. None: each of the B
+            rows is one sequence. Not beside a context.
+        cu_seqlens_cpu: a copy of a cu_seqlens that lies on a GPU; saves a synchronisation.
+        cp_context: the layout of the batch over ranks (`build_cp_context`); q, k, v, g, beta are
+            this rank's shard, states are global.
+        chunk_size: tokens a chunk, 16, 32 or 64.
+        precision: products of float32 inputs, "ieee" or None (the same). "tf32" is for the
+            Triton kernels to come and refused by every other implementation.
+        impl: "torch" (chunks on batched products, any device), "reference" (token by token in
+            float64, one rank), "triton" (not available yet: raises), or "auto", which is "torch".
+
+    Returns:
+        (o, final_state), or (o, final_state, h) with `return_intermediate_states`.
+        o: [B, T, HV, V] in v's dtype, 0 for rows past the last sequence.
+        final_state: like initial_state, None unless asked for; an empty sequence's is its initial
+            state. Under a context zero in every row whose sequence ends on another rank, so that
+            a SUM over the group replicates it.
+        h: [B, NT, HV, K, V] ([.., V, K] with `state_v_first`) like a state, the entry state of
+            each chunk, chunks counted from each local segment's first token; not differentiated.
+
+    Raises:
+        ValueError: an argument breaks this contract; the text names it.
+        NotImplementedError: `impl` or `precision` asks for what no implementation here serves.
+
+    Note:
+        With a context of several ranks, forward and backward are collective over its group: every
+        rank calls, with the same options, under the same grad mode, and runs a backward through
+        its o (times 0 where it has no loss). Deterministic. Row n of initial_state is read, and
+        gets its gradient, on the rank that owns sequence n's first token.
+
+    Source: Kimi Linear (arXiv 2510.26692); the sharded form is derived in docs/algorithm.md.
+
+    Example:
+        >>> import torch
+        >>> q, k, v, g = (torch.randn(1, 100, 2, 16) for _ in range(4))
+        >>> beta = torch.rand(1, 100, 2)
+        >>> o, state = chunk_kda(
+        ...     q, k, v, -g.exp(), beta, use_qk_l2norm_in_kernel=True, output_final_state=True,
+        ...     cu_seqlens=torch.tensor([0, 37, 100]),
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 16]), torch.Size([2, 2, 16, 16]))
+    """
+    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    settings = make_settings(
+        inputs,
+        scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        chunk_size=chunk_size,
+    )
+    impl = _choose_impl(impl, precision)
+    context = _context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
+    sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
+    check_initial_state(initial_state, inputs, sequences, state_v_first)
+    state = initial_state.mT if state_v_first and initial_state is not None else initial_state
+    if impl == "reference":
+        if context.size > 1:
+            raise ValueError("impl: 'reference' serves one rank, got a context of several")
+        o, final_state, h = _reference(inputs, settings, state, context, chunk_size)
+    else:
+        call = Call(
+            settings=settings,
+            table=context.segment_table(batch=q.shape[0], chunk_size=chunk_size, device=q.device),
+            exchange=context.exchange(),
+            stages=eager,
+            output_final_state=output_final_state,
+            output_intermediate_states=return_intermediate_states,
+            training=torch.is_grad_enabled(),
+            keep_terms=disable_recompute,
+        )
+        o, final_state, h = ChunkKDA.apply(call, state, *inputs)
+    if state_v_first:
+        final_state, h = (None if x is None else x.mT.contiguous() for x in (final_state, h))
+    final_state = final_state if output_final_state else None
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+
+
+def chunk_kda_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cp_context: CPContext,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Apply `chunk_kda` to this rank's shard of one long, packed batch: a required context.
+
+    Args:
+        q: [B, T, H, K], queries of this rank's tokens, T = `cp_context.num_tokens`.
+        k: [B, T, H, K], keys.
+        v: [B, T, HV, V], values.
+        g: [B, T, HV, K], log decay (natural log) or raw gate.
+        beta: [B, T, HV], write strength or its logits.
+        cp_context: from `build_cp_context`.
+        scale: factor of o; None is K ** -0.5.
+        initial_state: [N, HV, K, V], N the *global* number of sequences; None is zero.
+        output_final_state: whether to return the state after each sequence.
+        **options: the keyword arguments of `chunk_kda`, but for cu_seqlens.
+
+    Returns:
+        As `chunk_kda`: o of this rank's tokens; final_state [N, HV, K, V], zero in the rows that
+        another rank owns.
+
+    Raises:
+        ValueError: as `chunk_kda`, and for a missing context.
+        TypeError: an unknown keyword.
+
+    Note:
+        Collective over the context's group, forward and backward. Input gradients equal the
+        unsharded ones for a loss that is the sum over ranks; those of A_log and dt_bias are
+        partial sums (`reduce_gradients`).
+
+    Source: Kimi Linear (arXiv 2510.26692); docs/algorithm.md.
+
+    Example:
+        >>> import torch
+        >>> from kda_cp import build_cp_context, shard
+        >>> context = build_cp_context(torch.tensor([0, 37, 100]), None)  # or a process group
+        >>> q, k, v, g = (shard(torch.randn(1, 100, 2, 16), context) for _ in range(4))
+        >>> beta = shard(torch.rand(1, 100, 2), context)
+        >>> o, _ = chunk_kda_cp(q, k, v, -g.exp(), beta, context, use_qk_l2norm_in_kernel=True)
+        >>> o.shape
+        torch.Size([1, 100, 2, 16])
+    """
+    if not isinstance(cp_context, CPContext):
+        raise ValueError(
+            f"cp_context: expected a context from build_cp_context, got {type(cp_context).__name__}"
+        )
+    return chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        cp_context=cp_context,
+        **options,
+    )
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    inplace_state: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Apply Kimi Delta Attention token by token: decoding of one token or a few, differentiable.
+
+    The recurrence, shapes, gate modes and errors are those of `chunk_kda`.
+
+    Args:
+        q: [B, T, H, K], queries.
+        k: [B, T, H, K], keys.
+        v: [B, T, HV, V], values.
+        g: [B, T, HV, K], log decay (natural log) or raw gate.
+        beta: [B, T, HV], write strength or its logits.
+        scale: factor of o; None is K ** -0.5.
+        initial_state: [N, HV, K, V] ([N, HV, V, K] with `state_v_first`); None is zero.
+        output_final_state: whether to return the state after each sequence.
+        A_log: [HV], log of the gate's rate.
+        dt_bias: [HV * K], added to the raw gate.
+        use_qk_l2norm_in_kernel: normalise q and k over K.
+        use_gate_in_kernel: g is raw and the gate is applied here.
+        use_beta_sigmoid_in_kernel: replace beta by sigmoid(beta).
+        allow_neg_eigval: double beta after its sigmoid, which it needs.
+        safe_gate: the bounded gate instead of the softplus gate.
+        lower_bound: bound of the bounded gate, natural log.
+        state_v_first: states are given and returned as [.., V, K].
+        cu_seqlens: [N + 1], boundaries of N sequences packed in one row; None: N = B rows.
+        inplace_state: write the final states into `initial_state`, which is then what is returned;
+            for decoding without gradients.
+        impl: "torch", "reference", "triton" (not available yet: raises) or "auto", which is
+            "torch".
+
+    Returns:
+        o [B, T, HV, V] in v's dtype; final_state like initial_state, None unless asked for.
+
+    Raises:
+        ValueError: as `chunk_kda`; `inplace_state` without an initial state or where a gradient
+            is being recorded.
+        NotImplementedError: `impl` asks for what no implementation here serves.
+
+    Note:
+        No communication. The states may come from `chunk_kda`'s final_state.
+
+    Source: Kimi Linear (arXiv 2510.26692).
+
+    Example:
+        >>> import torch
+        >>> q, k, v, g = (torch.randn(4, 1, 2, 16) for _ in range(4))
+        >>> beta = torch.rand(4, 1, 2)
+        >>> o, state = fused_recurrent_kda(q, k, v, -g.exp(), beta, output_final_state=True)
+        >>> state.shape
+        torch.Size([4, 2, 16, 16])
+    """
+    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    settings = make_settings(
+        inputs,
+        scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+    )
+    impl = _choose_impl(impl, precision=None)
+    context = _context_for(q, cu_seqlens, None, None)
+    sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
+    check_initial_state(initial_state, inputs, sequences, state_v_first)
+    if inplace_state:
+        if initial_state is None:
+            raise ValueError("inplace_state: expected an initial_state to write to, got None")
+        recorded = any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+        if torch.is_grad_enabled() and recorded:
+            raise ValueError(
+                "inplace_state: expected no gradient to be recorded, got an input that requires one"
+            )
+    state = initial_state.mT if state_v_first and initial_state is not None else initial_state
+    if impl == "reference":
+        o, final_state, _ = _reference(inputs, settings, state, context, chunk_size=1)
+    else:
+        table = SegmentTable(
+            context.plan,
+            context.rank,
+            batch=q.shape[0],
+            tokens=q.shape[1],
+            chunk_size=1,
+            device=q.device,
+        )
+        o, final_state = recurrent_kda(inputs, table, settings, state)
+    if state_v_first:
+        final_state = final_state.mT.contiguous()
+    if inplace_state:
+        assert initial_state is not None
+        final_state = initial_state.copy_(final_state)
+    return o, final_state if output_final_state else None
+
+
+def _choose_impl(impl: str, precision: str | None) -> str:
+    """The implementation that serves a call: a pure function of the arguments."""
+    check_choice("impl", impl, IMPLS)
+    check_choice("precision", precision, PRECISIONS)
+    if impl == "triton":
+        raise NotImplementedError(
+            "impl: 'triton' has no kernels in this version; expected 'torch', 'reference' or 'auto'"
+        )
+    if precision == "tf32":
+        raise NotImplementedError(
+            "precision: 'tf32' is served by no implementation in this version; "
+            "expected 'ieee' or None"
+        )
+    return "torch" if impl == "auto" else impl
+
+
+def _context_for(
+    q: Tensor,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    cu_seqlens_cpu: Tensor | None,
+    cp_context: CPContext | None,
+) -> CPContext:
+    """The given context, checked against the local tensors, or one of a single rank."""
+    batch, tokens = q.shape[:2]
+    if cp_context is None:
+        if cu_seqlens is None:
+            if cu_seqlens_cpu is not None:
+                raise ValueError("cu_seqlens_cpu: expected cu_seqlens beside it, got None")
+            return build_cp_context(tokens, None)
+        if batch != 1:
+            raise ValueError(f"cu_seqlens: expected one packed row, B = 1, got B = {batch}")
+        boundaries = read_cu_seqlens(cu_seqlens, cu_seqlens_cpu)
+        return build_cp_context(boundaries, None, num_tokens=tokens)
+    if not isinstance(cp_context, CPContext):
+        raise ValueError(
+            f"cp_context: expected a context from build_cp_context or None, "
+            f"got {type(cp_context).__name__}"
+        )
+    if cu_seqlens is not None or cu_seqlens_cpu is not None:
+        raise ValueError(
+            "cu_seqlens: expected None beside a context, which holds the sequences, got a value"
+        )
+    if not cp_context.dense and batch != 1:
+        raise ValueError(f"q: expected one packed row, B = 1, for this context, got B = {batch}")
+    if tokens != cp_context.num_tokens:
+        raise ValueError(
+            f"q: expected the {cp_context.num_tokens} tokens of rank {cp_context.rank}'s shard, "
+            f"got {tokens}"
+        )
+    return cp_context
+
+
+def _reference(
+    inputs: Inputs,
+    settings: Settings,
+    initial_state: Tensor | None,
+    context: CPContext,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The oracle behind the public contract: o, final state and entry states of the chunks."""
+    q, k, v, g, beta, A_log, dt_bias = inputs
+    cu_seqlens = None if context.dense else list(context.plan.cu_seqlens)
+    o, final_state, states = recurrent_kda_reference(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        settings.scale,
+        initial_state,
+        True,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_qk_l2norm_in_kernel=settings.normalize_qk,
+        use_gate_in_kernel=settings.gate_in_kernel,
+        use_beta_sigmoid_in_kernel=settings.sigmoid_beta,
+        allow_neg_eigval=settings.beta_factor == 2.0,
+        safe_gate=settings.lower_bound is not None,
+        lower_bound=settings.lower_bound,
+        cu_seqlens=cu_seqlens,
+        return_states=True,
+    )
+    first_tokens = [
+        token
+        for segment in context.plan.segments(context.rank)
+        for token in range(segment.offset, segment.offset + segment.length, chunk_size)
+    ]
+    dtype = inputs.state_dtype
+    return o.to(v.dtype), final_state.to(dtype), states[:, first_tokens].detach().to(dtype)

@@ -1,0 +1,60 @@
+"""The operator as one autograd function around the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kda_cp import pipeline
+from kda_cp.comm.exchange import Transitions
+from kda_cp.pipeline import Call, Saved
+from kda_cp.stages import ChunkTerms, Inputs
+
+
+class ChunkKDA(torch.autograd.Function):
+    """Kimi Delta Attention in chunks: forward and backward are passes of `pipeline`.
+
+    Forward and backward are both collective over the call's exchange. Saved for the backward are
+    the inputs, the entry states of the local segments, the transitions folded with, and the chunk
+    terms where the call keeps them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, initial_state: Tensor | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return o, the final state and the intermediate states; None for those not asked for."""
+        outputs = pipeline.forward(call, Inputs(*inputs), initial_state)  # type: ignore[arg-type]
+        ctx.set_materialize_grads(False)
+        if outputs.h is not None:
+            ctx.mark_non_differentiable(outputs.h)
+        if call.training:
+            saved = outputs.saved
+            ctx.call = call
+            ctx.transition_indices = saved.transitions.indices
+            ctx.save_for_backward(*inputs, saved.entry, saved.transitions.A, *(saved.terms or ()))
+        return outputs.o, outputs.final_state, outputs.h
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, do: Tensor | None, dfinal: Tensor | None, dh: None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the initial state and of the inputs."""
+        count = len(Inputs._fields)
+        tensors = ctx.saved_tensors
+        entry, A, *terms = tensors[count:]
+        saved = Saved(
+            entry,
+            Transitions(ctx.transition_indices, A),
+            ChunkTerms(*terms) if terms else None,
+        )
+        grads, dinitial = pipeline.backward(ctx.call, Inputs(*tensors[:count]), saved, do, dfinal)
+        wanted = ctx.needs_input_grad[1:]
+        return (
+            None,
+            *(g if want else None for g, want in zip([dinitial, *grads], wanted, strict=True)),
+        )

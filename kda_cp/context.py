@@ -1,0 +1,243 @@
+"""The context-parallel context: one packed batch, a layout over the ranks, and their group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from kda_cp.comm.collectives import all_gather_object
+from kda_cp.comm.exchange import AllGatherExchange
+from kda_cp.comm.plan import Plan, make_plan
+from kda_cp.segments import SegmentTable
+
+EXCHANGES = ("auto", "all_gather")
+
+
+@dataclass(frozen=True, eq=False)
+class CPContext:
+    """How one batch lies over the ranks of a group; made by `build_cp_context`.
+
+    Global tokens are positions in the whole packed stream (or in one dense row); local tokens are
+    positions in this rank's shard. For three ranks, `contiguous`, cu_seqlens = [0, 4, 10]:
+
+        global   0 1 2 3 4 5 6 7 8 9
+        sequence 0 0 0 0 1 1 1 1 1 1
+        rank     0 0 0 0 1 1 1 2 2 2     cu_seqlens on rank 0: [0, 4], on 1 and 2: [0, 3]
+
+    Attributes:
+        plan: who owns what, in integers; `print(context.plan)` draws it.
+        group: the context-parallel group, None for a single rank.
+        rank: this process's rank in the group.
+        dense: whether the batch is rows of one length instead of one packed row.
+    """
+
+    plan: Plan
+    group: dist.ProcessGroup | None
+    rank: int
+    dense: bool
+    _tables: dict[tuple[int, int, torch.device], SegmentTable] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self.plan.ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """Local tokens: the length of this rank's tensors along the token dimension."""
+        return self.plan.shard_tokens(self.rank)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Half-open global token ranges of this rank's shard, in the order of its tokens."""
+        return self.plan.ranges(self.rank)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries of the local segments in the shard, int64 on the CPU, starting with 0."""
+        return torch.tensor(self.plan.local_cu_seqlens(self.rank), dtype=torch.int64)
+
+    @property
+    def num_sequences(self) -> int:
+        """Global number of sequences (of a dense batch: in each row)."""
+        return len(self.plan.cu_seqlens) - 1
+
+    def initial_state_owner(self, sequence: int) -> int:
+        """Rank that reads row `sequence` of `initial_state`: it owns the first token."""
+        return self.plan.initial_state_owner(sequence)
+
+    def final_state_owner(self, sequence: int) -> int:
+        """Rank that writes row `sequence` of `final_state`: it owns the last token."""
+        return self.plan.final_state_owner(sequence)
+
+    def exchange(self) -> AllGatherExchange:
+        """The exchange of states over the group."""
+        return AllGatherExchange(self.plan, self.rank, self.group)
+
+    def segment_table(self, *, batch: int, chunk_size: int, device: torch.device) -> SegmentTable:
+        """Index tables of the local segments; made once for each shape of call."""
+        key = (batch, chunk_size, device)
+        if key not in self._tables:
+            self._tables[key] = SegmentTable(
+                self.plan,
+                self.rank,
+                batch=batch,
+                tokens=self.num_tokens,
+                chunk_size=chunk_size,
+                device=device,
+            )
+        return self._tables[key]
+
+
+def build_cp_context(
+    cu_seqlens: Tensor | Sequence[int] | int,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    layout: str = "contiguous",
+    fragments: Sequence[Sequence[tuple[int, int]]] | None = None,
+    num_tokens: int | None = None,
+    exchange: str = "auto",
+    cu_seqlens_cpu: Tensor | None = None,
+) -> CPContext:
+    """Lay one global batch out over the ranks of a group.
+
+    Build it once for each batch, with the same arguments on every rank.
+
+    Args:
+        cu_seqlens: *global* sequence boundaries in the packed stream, int32 or int64 on any
+            device (or a list): starts with 0, non-decreasing; empty sequences are legal. Or an
+            int: every row of a dense batch is one sequence of that many tokens, cut alike.
+        group: the context-parallel process group, or a one-dimensional DeviceMesh such as
+            `mesh["cp"]`. None is a single rank, and the ordinary operator to the bit.
+        layout: "contiguous", P pieces of the stream, the first longer by a token where P does
+            not divide; or "zigzag", 2P such pieces of which rank r holds the r-th and the r-th
+            from the end.
+        fragments: an explicit table instead of a layout: for each rank a list of half-open
+            global (start, stop) in the order of its shard. Together they cover every token once.
+        num_tokens: tokens of the whole stream, where it goes on past cu_seqlens[-1] (padding).
+        exchange: how states travel. "auto" and "all_gather" are the same here.
+        cu_seqlens_cpu: a copy of a cu_seqlens that lies on a GPU; saves a synchronisation.
+
+    Returns:
+        A frozen context for `chunk_kda_cp`, `shard` and the rest.
+
+    Raises:
+        ValueError: an argument is malformed, ranks were given different arguments, or this
+            process is not in the group. Except for the last, the same error on every rank.
+
+    Note:
+        Collective over the group: every rank calls it. The result does not depend on the order
+        of other calls and is never cached.
+
+    Example:
+        >>> context = build_cp_context([0, 4, 10], None)
+        >>> context.num_tokens, context.ranges
+        (10, ((0, 10),))
+    """
+    process_group, rank, ranks = _resolve_group(group)
+    error = plan = None
+    dense = isinstance(cu_seqlens, int)
+    try:
+        boundaries = read_cu_seqlens(cu_seqlens, cu_seqlens_cpu)
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange: expected one of {EXCHANGES}, got {exchange!r}")
+        plan = make_plan(
+            boundaries, ranks, layout=layout, fragments=fragments, num_tokens=num_tokens
+        )
+    except (ValueError, TypeError) as caught:
+        error = caught
+    if process_group is not None and ranks > 1:
+        _agree(plan, dense, error, process_group)
+    elif error is not None:
+        raise error
+    assert plan is not None
+    return CPContext(plan, process_group, rank, dense)
+
+
+def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) -> list[int]:
+    """Read sequence boundaries as integers; an int is one sequence of that length.
+
+    A tensor on a GPU is copied to the host, which waits for the device; `cu_seqlens_cpu` avoids
+    that. Raises ValueError for any other type or shape.
+    """
+    if isinstance(cu_seqlens, bool) or cu_seqlens is None:
+        raise ValueError(f"cu_seqlens: expected integers, got {cu_seqlens!r}")
+    if isinstance(cu_seqlens, int):
+        if cu_seqlens < 0:
+            raise ValueError(f"cu_seqlens: expected a row length of at least 0, got {cu_seqlens}")
+        return [0, cu_seqlens]
+    name = "cu_seqlens"
+    if cu_seqlens_cpu is not None:
+        if cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(
+                f"cu_seqlens_cpu: expected a CPU tensor, got one on {cu_seqlens_cpu.device}"
+            )
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.shape != cu_seqlens_cpu.shape:
+            raise ValueError(
+                f"cu_seqlens_cpu: expected the shape of cu_seqlens, {list(cu_seqlens.shape)}, "
+                f"got {list(cu_seqlens_cpu.shape)}"
+            )
+        name, cu_seqlens = "cu_seqlens_cpu", cu_seqlens_cpu
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+            raise ValueError(
+                f"{name}: expected a one-dimensional int32 or int64 tensor, got "
+                f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+            )
+        return [int(x) for x in cu_seqlens.tolist()]
+    if isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str):
+        return list(cu_seqlens)
+    raise ValueError(f"{name}: expected a tensor or a list of ints, got {type(cu_seqlens)}")
+
+
+def _resolve_group(
+    group: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    if group is None:
+        return None, 0, 1
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a one-dimensional DeviceMesh such as mesh['cp'], got one of "
+                f"{group.ndim} dimensions {group.mesh_dim_names}"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        # What `new_group` returns on a process outside the group is no ProcessGroup.
+        raise ValueError(
+            f"group: expected a ProcessGroup that this process is in, a DeviceMesh or None, "
+            f"got {group!r}"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group: expected a group that this process is in, it is not")
+    return group, rank, dist.get_world_size(group)
+
+
+def _agree(
+    plan: Plan | None, dense: bool, error: Exception | None, group: dist.ProcessGroup
+) -> None:
+    """Raise the same ValueError on every rank unless all of them made the same plan."""
+    digest = None
+    if plan is not None:
+        fields = (plan.cu_seqlens, plan.num_tokens, plan.fragments, dense)
+        digest = hashlib.sha256(repr(fields).encode()).hexdigest()
+    texts = all_gather_object(None if error is None else str(error), group)
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+    digests = all_gather_object(digest, group)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ValueError(
+                f"cu_seqlens, layout, fragments and num_tokens: expected the same on every rank, "
+                f"but rank {rank} was given others than rank 0"
+            )

@@ -1,0 +1,184 @@
+"""The order of the stages, forward and backward, for one rank or many.
+
+Nothing here asks how many ranks there are: the pipeline hands the maps of its segments to an
+exchange and asks it for entry states; where no sequence crosses ranks the exchange answers at
+once, with no communication.
+
+Forward: terms -> maps -> exchange starts -> fresh segments -> exchange ends -> entered segments.
+Backward: terms and states again -> adjoint maps -> exchange starts -> closed segments -> exchange
+ends -> exiting segments -> gradients of the terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kda_cp.comm.exchange import AllGatherExchange, Transitions
+from kda_cp.platform import exact_products
+from kda_cp.segments import SegmentTable, Walk
+from kda_cp.stages import ChunkTerms, Inputs, Settings, Stages
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator: everything but its tensors."""
+
+    settings: Settings
+    table: SegmentTable
+    exchange: AllGatherExchange
+    stages: Stages
+    output_final_state: bool
+    output_intermediate_states: bool
+    training: bool
+    """Whether a backward may follow; the same on every rank."""
+    keep_terms: bool
+    """Whether the forward's chunk terms are kept for the backward instead of computed again."""
+
+
+class Saved(NamedTuple):
+    """What the backward needs besides the inputs."""
+
+    entry: Tensor
+    """[instances, HV, K, V] entry state of every local segment"""
+    transitions: Transitions
+    terms: ChunkTerms | None
+
+
+class Outputs(NamedTuple):
+    """The results of a forward pass, and what its backward needs."""
+
+    o: Tensor
+    """[B, T, HV, V] in v's dtype"""
+    final_state: Tensor | None
+    """[N, HV, K, V], zero where another rank owns the sequence's last token"""
+    h: Tensor | None
+    """[B, NT, HV, K, V] entry state of each chunk"""
+    saved: Saved
+
+
+def forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Outputs:
+    """Run the forward pass. Collective over the exchange's group."""
+    with exact_products(inputs.q.device.type):
+        return _forward(call, inputs, initial_state)
+
+
+def backward(
+    call: Call, inputs: Inputs, saved: Saved, do: Tensor | None, dfinal: Tensor | None
+) -> tuple[list[Tensor | None], Tensor]:
+    """Run the backward pass. Collective over the exchange's group.
+
+    Args:
+        call: as in the forward.
+        inputs: as in the forward.
+        saved: what the forward returned.
+        do: [B, T, HV, V], or None for zero.
+        dfinal: [N, HV, K, V], or None for zero; read where the sequence's last token lies.
+
+    Returns:
+        Gradients of `inputs` in their order, and of the initial state [N, HV, K, V], zero where
+        another rank owns the sequence's first token.
+    """
+    with exact_products(inputs.q.device.type):
+        return _backward(call, inputs, saved, do, dfinal)
+
+
+def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Outputs:
+    table, stages = call.table, call.stages
+    terms = stages.chunk_terms(inputs, table, call.settings)
+    state = (*terms.decay.shape[1:], inputs.v.shape[-1])
+    new_zeros = terms.decay.new_zeros
+    entry = new_zeros((table.instances, *state))
+    if initial_state is not None:
+        instances, rows = table.starting
+        entry[instances] = initial_state[rows]
+
+    b_reset = stages.walk_state(table.reset_maps, terms, entry[table.reset_maps.instances])
+    b_full, A_full = stages.walk_maps(table.full_maps, terms)
+    b = _select((table.reset_maps, b_reset), (table.full_maps, b_full), wanted=table.exited_slots)
+    A = _select((table.full_maps, A_full), wanted=table.full_slots)
+    pending = call.exchange.start_entry(
+        _by_slot(b, table.batch), _by_slot(A, table.batch), call.training
+    )
+
+    values = new_zeros((*terms.u.shape,))
+    h = new_zeros((table.chunks, *state)) if call.output_intermediate_states else None
+    exit_fresh = stages.walk_state(table.fresh, terms, entry[table.fresh.instances], o=values, h=h)
+    entry_slots, transitions = pending.wait()
+    entry[table.entered_slots] = entry_slots.flatten(0, 1)
+    exit_entered = stages.walk_state(
+        table.entered, terms, entry[table.entered.instances], o=values, h=h
+    )
+
+    final_state = None
+    if call.output_final_state:
+        final_state = new_zeros((table.num_states, *state))
+        instances, rows = table.ending
+        final_state[rows] = _select(
+            (table.fresh, exit_fresh), (table.entered, exit_entered), wanted=instances
+        )
+        if initial_state is not None:
+            final_state[table.passing] = initial_state[table.passing]
+    return Outputs(
+        o=stages.scatter_values(values, table, inputs.v.dtype),
+        final_state=final_state,
+        h=None if h is None else h.view(table.batch, -1, *state),
+        saved=Saved(entry, transitions, terms if call.keep_terms else None),
+    )
+
+
+def _backward(
+    call: Call, inputs: Inputs, saved: Saved, do: Tensor | None, dfinal: Tensor | None
+) -> tuple[list[Tensor | None], Tensor]:
+    table, stages = call.table, call.stages
+    terms = saved.terms or stages.chunk_terms(inputs, table, call.settings)
+    entry = saved.entry
+    h = entry.new_empty((table.chunks, *entry.shape[1:]))
+    stages.walk_state(table.every, terms, entry[table.every.instances], h=h)
+    if do is None:
+        dvalues = torch.zeros_like(terms.u)
+    else:
+        dvalues = stages.gather_values(do, table, entry.dtype)
+
+    dexit = torch.zeros_like(entry)
+    if dfinal is not None:
+        instances, rows = table.ending
+        dexit[instances] = dfinal[rows]
+    # Adjoint maps: what reaches the entry states if nothing comes from later fragments.
+    c = stages.walk_state_back(table.entered, terms, dvalues, dexit[table.entered.instances])
+    c = _select((table.entered, c), wanted=table.entered_slots)
+    pending = call.exchange.start_exit_gradient(_by_slot(c, table.batch), saved.transitions)
+
+    dv_new, dh = torch.empty_like(terms.u), torch.empty_like(h)
+    dentry_closed = stages.walk_state_back(
+        table.closed, terms, dvalues, dexit[table.closed.instances], dv_new=dv_new, dh=dh
+    )
+    dexit[table.exited_slots] = pending.wait().flatten(0, 1)
+    dentry_exiting = stages.walk_state_back(
+        table.exiting, terms, dvalues, dexit[table.exiting.instances], dv_new=dv_new, dh=dh
+    )
+
+    dinitial = entry.new_zeros((table.num_states, *entry.shape[1:]))
+    instances, rows = table.starting
+    dinitial[rows] = _select(
+        (table.closed, dentry_closed), (table.exiting, dentry_exiting), wanted=instances
+    )
+    if dfinal is not None:
+        dinitial[table.passing] = dfinal[table.passing]
+    grads = stages.chunk_terms_back(inputs, table, call.settings, terms, h, dvalues, dv_new, dh)
+    return grads, dinitial
+
+
+def _select(*walked: tuple[Walk, Tensor], wanted: Tensor) -> Tensor:
+    """The rows of walked values that belong to the wanted instances, in their order."""
+    instances = torch.cat([walk.instances for walk, _ in walked])
+    values = torch.cat([values for _, values in walked])
+    position = torch.argsort(instances)
+    return values[position[torch.searchsorted(instances[position], wanted)]]
+
+
+def _by_slot(values: Tensor, batch: int) -> Tensor:
+    return values.view(-1, batch, *values.shape[1:])

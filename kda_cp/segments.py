@@ -1,0 +1,214 @@
+"""Index tables: where the local segments and their chunks lie in the rows of this rank.
+
+A plan (`comm/plan.py`) says in integers which part of which sequence this rank holds. The
+stages need the same as index tensors: which tokens a chunk gathers, which chunks follow one
+another in a walk over the state, which state row a segment starts from.
+
+Vocabulary: sequence > segment (the part of one sequence that is walked serially) > chunk.
+A dense batch of B rows is cut alike in every row, so each segment stands for B *instances*;
+instance `row * S + segment`, S segments a row. Chunks are numbered in the order of instances,
+which is the order of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kda_cp.comm.plan import Fragment, Plan
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Segment instances whose chunks are visited one after the other, all instances together.
+
+    Instances are sorted by falling number of chunks, so that those still running at any step
+    are a prefix, and every step is one batched product.
+
+    Attributes:
+        instances: [n] int64, the instances in walk order.
+        steps: the t-th entry holds the chunk index of chunk t of every instance that has one.
+    """
+
+    instances: Tensor
+    steps: tuple[Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        return self.instances.numel()
+
+
+class SegmentTable:
+    """The segments of one rank, over `batch` rows, as index tensors on `device`.
+
+    Args:
+        plan: who owns what.
+        rank: whose part, within the plan.
+        batch: rows; more than one only where every row is one sequence.
+        tokens: tokens a row of the tensors, at least what the plan gives this rank; the rows past
+            the last sequence belong to no chunk.
+        chunk_size: tokens a chunk; the last chunk of a segment may hold fewer.
+        device: where the index tensors live.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        *,
+        batch: int,
+        tokens: int,
+        chunk_size: int,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.batch = batch
+        self.tokens = tokens
+        self.chunk_size = chunk_size
+        self.device = device
+        segments = plan.segments(rank)
+        self.per_row = len(segments)
+        self.num_states = (len(plan.cu_seqlens) - 1) * batch
+
+        offset = torch.tensor([s.offset for s in segments], dtype=torch.int64)
+        length = torch.tensor([s.length for s in segments], dtype=torch.int64)
+        sequence = torch.tensor([s.sequence for s in segments], dtype=torch.int64)
+        starts = torch.tensor([s.starts for s in segments], dtype=torch.bool)
+        ends = torch.tensor([s.ends for s in segments], dtype=torch.bool)
+        rows = torch.arange(batch)[:, None]
+        # One instance a (row, segment), rows outermost.
+        start = (rows * tokens + offset).flatten()
+        self._length = length.repeat(batch)
+        self._state_row = (sequence * batch + rows).flatten()
+        # [instances]: the row of `initial_state` and `final_state` of each instance's sequence.
+        self.state_row = self._state_row.to(device)
+        self._starts = starts.repeat(batch)
+        self._ends = ends.repeat(batch)
+
+        self._num_chunks = (self._length + chunk_size - 1) // chunk_size
+        self._first_chunk = self._num_chunks.cumsum(0) - self._num_chunks
+        owner = torch.repeat_interleave(self._num_chunks)
+        within = torch.arange(owner.numel()) - self._first_chunk[owner]
+        position = within[:, None] * chunk_size + torch.arange(chunk_size)
+        valid = position < self._length[owner][:, None]
+        # [chunks, C]: the token each chunk row reads, in the flattened [batch * tokens] order.
+        # Padding rows read token 0 and are masked with `where`.
+        self.token = torch.where(valid, start[owner][:, None] + position, 0).to(device)
+        self.valid = valid.to(device)
+        self._segment_of_fragment_entry = {
+            s.fragment: i for i, s in enumerate(segments) if not s.starts
+        }
+        self._segment_of_fragment_exit = {
+            s.fragment: i for i, s in enumerate(segments) if not s.ends
+        }
+
+    @property
+    def instances(self) -> int:
+        """Number of segments over all rows."""
+        return self.per_row * self.batch
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks over all rows."""
+        return self.token.shape[0]
+
+    def _walk(self, chosen: Tensor) -> Walk:
+        counts = self._num_chunks[chosen]
+        order = torch.argsort(counts, descending=True, stable=True)
+        counts, chosen = counts[order], chosen[order]
+        first = self._first_chunk[chosen]
+        longest = int(counts[0]) if counts.numel() else 0
+        # counts fall, so how many are longer than t is a search from the back.
+        running = torch.searchsorted(counts.flip(0), torch.arange(longest), right=True)
+        steps = [
+            (first[: counts.numel() - int(done)] + t).to(self.device)
+            for t, done in enumerate(running)
+        ]
+        return Walk(chosen.to(self.device), tuple(steps))
+
+    def _slots(self, fragments: Sequence[Fragment], segment_of: dict[int, int]) -> Tensor:
+        # [slots * batch] instances, slots outermost.
+        segment = torch.tensor([segment_of[f.index] for f in fragments], dtype=torch.int64)
+        return (segment[:, None] + torch.arange(self.batch) * self.per_row).flatten()
+
+    @cached_property
+    def every(self) -> Walk:
+        """All segments."""
+        return self._walk(torch.arange(self.instances))
+
+    @cached_property
+    def fresh(self) -> Walk:
+        """Segments whose entry state is known at once: they hold their sequence's first token."""
+        return self._walk(torch.nonzero(self._starts).flatten())
+
+    @cached_property
+    def entered(self) -> Walk:
+        """Segments whose entry state comes from another fragment."""
+        return self._walk(torch.nonzero(~self._starts).flatten())
+
+    @cached_property
+    def closed(self) -> Walk:
+        """Segments whose exit state no other fragment needs: they hold the last token."""
+        return self._walk(torch.nonzero(self._ends).flatten())
+
+    @cached_property
+    def exiting(self) -> Walk:
+        """Segments whose exit state is another fragment's entry state."""
+        return self._walk(torch.nonzero(~self._ends).flatten())
+
+    @cached_property
+    def reset_maps(self) -> Walk:
+        """Segments that start their sequence and hand its state on: a map with A = 0."""
+        return self._walk(torch.nonzero(self._starts & ~self._ends).flatten())
+
+    @cached_property
+    def full_maps(self) -> Walk:
+        """Segments with tokens of their sequence on both sides: a map with a transition."""
+        return self._walk(torch.nonzero(~self._starts & ~self._ends).flatten())
+
+    @cached_property
+    def entered_slots(self) -> Tensor:
+        """[slots * batch] instances of `plan.entered(rank)`, slots outermost."""
+        fragments = self.plan.entered(self.rank)
+        return self._slots(fragments, self._segment_of_fragment_entry).to(self.device)
+
+    @cached_property
+    def exited_slots(self) -> Tensor:
+        """[slots * batch] instances of `plan.exited(rank)`, slots outermost."""
+        fragments = self.plan.exited(self.rank)
+        return self._slots(fragments, self._segment_of_fragment_exit).to(self.device)
+
+    @cached_property
+    def full_slots(self) -> Tensor:
+        """[slots * batch] instances of `plan.full(rank)`, slots outermost."""
+        fragments = self.plan.full(self.rank)
+        return self._slots(fragments, self._segment_of_fragment_exit).to(self.device)
+
+    @cached_property
+    def starting(self) -> tuple[Tensor, Tensor]:
+        """(instances, state rows) of the segments that read `initial_state`."""
+        chosen = torch.nonzero(self._starts).flatten()
+        return chosen.to(self.device), self._state_row[chosen].to(self.device)
+
+    @cached_property
+    def ending(self) -> tuple[Tensor, Tensor]:
+        """(instances, state rows) of the segments that write `final_state`."""
+        chosen = torch.nonzero(self._ends).flatten()
+        return chosen.to(self.device), self._state_row[chosen].to(self.device)
+
+    @cached_property
+    def passing(self) -> Tensor:
+        """State rows of the empty sequences that this rank owns: final state = initial state."""
+        cu = self.plan.cu_seqlens
+        empty = [
+            n
+            for n in range(len(cu) - 1)
+            if cu[n] == cu[n + 1] and self.plan.final_state_owner(n) == self.rank
+        ]
+        rows = torch.tensor(empty, dtype=torch.int64)[:, None] * self.batch
+        return (rows + torch.arange(self.batch)).flatten().to(self.device)
