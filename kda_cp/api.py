@@ -52,7 +52,7 @@ def chunk_kda(
     chunk_size: int = 64,
     precision: str | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """Apply Kimi Delta Attention to whole sequences, differentiable, over one rank or many.
 
     Per value head hv, with q and k of head hv // (HV // H) and S_0 the initial state or zero::
@@ -152,6 +152,8 @@ def chunk_kda(
     sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
     check_initial_state(initial_state, inputs, sequences, state_v_first)
     state = initial_state.mT if state_v_first and initial_state is not None else initial_state
+    final_state: Tensor | None
+    h: Tensor | None
     if impl == "reference":
         if context.size > 1:
             raise ValueError("impl: 'reference' serves one rank, got a context of several")
@@ -185,7 +187,7 @@ def chunk_kda_cp(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+) -> tuple[Any, ...]:
     """Apply `chunk_kda` to this rank's shard of one long, packed batch: a required context.
 
     Args:
