@@ -1,0 +1,9 @@
+"""What tests of the operator, and of models built on it, can use: ranks on one machine, and counts.
+
+| module | offers |
+|---|---|
+| `ranks` | `RankPool`: gloo ranks in processes of their own, started once for a whole test run |
+| `collectives` | `count_collectives`: which collectives a block issues, and how much they carry |
+
+Nothing in the operator imports this package. `ranks` needs cloudpickle (the `dev` extra).
+"""
