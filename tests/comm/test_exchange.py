@@ -32,7 +32,10 @@ LAYOUTS = {
 def draw_maps(plan, seed):
     """For every fragment b, A and c: alike on every rank, different everywhere."""
     torch.manual_seed(seed)
-    draw = lambda *tail: torch.randn(len(plan.fragments), B, HV, *tail, dtype=torch.float64)
+
+    def draw(*tail):
+        return torch.randn(len(plan.fragments), B, HV, *tail, dtype=torch.float64)
+
     return draw(K, V), draw(K, K), draw(K, V)
 
 
@@ -40,7 +43,10 @@ def exchange_both_ways(group, cu_seqlens, ranks, options):
     rank = group.rank()
     plan = make_plan(cu_seqlens, ranks, **options)
     b, A, c = draw_maps(plan, seed=5)
-    pick = lambda x, fragments: x[[f.index for f in fragments]]
+
+    def pick(x, fragments):
+        return x[[f.index for f in fragments]]
+
     exchange = AllGatherExchange(plan, rank, group)
     with count_collectives() as forward:
         entry, kept = exchange.start_entry(
