@@ -34,6 +34,7 @@ from kda_cp.reference import recurrent_kda_reference
 
 __all__ = [
     "assert_bitwise",
+    "assert_equals_reference",
     "assert_similar",
     "bounds",
     "draw_inputs",
@@ -41,10 +42,23 @@ __all__ = [
     "errors",
     "run",
     "run_reference",
+    "take",
 ]
 
 HEAD_DECAY = (1e-3, 0.1, 3.0)
 """Typical |g| of the heads, in turn, so that a result computed with another head's gate shows."""
+
+TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "o", "dq", "dk", "dv", "dg", "dbeta")
+STATE_TENSORS = ("initial_state", "final_state", "dinitial_state")
+ONLY_OF_THE_OPERATOR = (
+    "impl",
+    "chunk_size",
+    "disable_recompute",
+    "precision",
+    "cu_seqlens_cpu",
+    "inplace_state",
+)
+"""Options that change no result, and that the reference does not have."""
 
 STRONG_DECAY = 5.0
 ZERO = 1e-30
@@ -216,6 +230,59 @@ def run_reference(
     """As `run`, by the token recurrence in fp64 on the same, already rounded, inputs."""
     upcast = {name: x.detach().double() for name, x in inputs.items()}
     return run(recurrent_kda_reference, upcast, upstream, wanted=wanted, **options)
+
+
+def assert_equals_reference(
+    operator: Callable[..., Any],
+    inputs: Mapping[str, Tensor],
+    upstream: Mapping[str, Tensor],
+    bound: Mapping[str, float] | float | None = None,
+    *,
+    wanted: Sequence[str] | None = None,
+    **options: Any,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Assert that an operator's results are the reference's; return both.
+
+    Args:
+        operator: `chunk_kda` or one that is called like it.
+        inputs: tensors by argument name.
+        upstream: see `run`.
+        bound: see `assert_similar`; None means the bounds of q's dtype.
+        wanted: see `run`.
+        **options: further keywords of the operator.
+    """
+    got = run(operator, inputs, upstream, wanted=wanted, **options)
+    shared = {name: x for name, x in options.items() if name not in ONLY_OF_THE_OPERATOR}
+    want = run_reference(inputs, upstream, wanted=wanted, **shared)
+    assert_similar(
+        got,
+        want,
+        bounds(inputs["q"].dtype) if bound is None else bound,
+        inputs=inputs,
+        cu_seqlens=options.get("cu_seqlens"),
+        use_gate_in_kernel=options.get("use_gate_in_kernel", False),
+        lower_bound=options.get("lower_bound"),
+    )
+    return got, want
+
+
+def take(
+    tensors: Mapping[str, Tensor], tokens: slice, states: slice | None = None
+) -> dict[str, Tensor]:
+    """Take a range of tokens, and of states, from tensors under their names.
+
+    Works on inputs, upstream gradients and results alike. Parameters stay as they are, and so do
+    the states if `states` is None; gradients of parameters are left out.
+    """
+    taken = {}
+    for name, x in tensors.items():
+        if name in TOKEN_TENSORS:
+            taken[name] = x[:, tokens]
+        elif name in STATE_TENSORS:
+            taken[name] = x if states is None else x[states]
+        elif name not in ("dA_log", "ddt_bias"):
+            taken[name] = x
+    return taken
 
 
 def errors(
