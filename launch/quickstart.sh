@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Install the package, then run the main job: the operator sharded over ranks, checked against the
+# same operator on one. On all GPUs where torch sees some, else on 4 CPU ranks.
+#
+#     ./launch/quickstart.sh             arguments go to kda_cp.launch.verify
+#     RANKS=2 ./launch/quickstart.sh     another number of ranks
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source launch/install.sh
+install launch
+
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -gt 0 ]; then
+    ranks=${RANKS:-$gpus}
+    say "running on $ranks of $gpus GPUs"
+else
+    ranks=${RANKS:-4}
+    # The ranks are the parallelism here; threads of one rank would only take cores from the others.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    say "no GPU: running on $ranks CPU ranks"
+fi
+job=(torchrun --standalone --nproc-per-node "$ranks" -m kda_cp.launch.verify "$@")
+say "${job[*]}"
+exec "${job[@]}"
