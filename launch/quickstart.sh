@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the package, then run the main job: the operator sharded over ranks, checked against the
-# same operator on one. On all GPUs where torch sees some, else on 4 CPU ranks.
+# Install the package, then run the main job: the operator on real documents, sharded over ranks and on
+# one rank, against a judge in float64. On all GPUs where torch sees some, else on 4 CPU ranks.
 #
 #     ./launch/quickstart.sh             arguments go to kda_cp.launch.verify
 #     RANKS=2 ./launch/quickstart.sh     another number of ranks
