@@ -23,6 +23,7 @@ The eager operator calls `activate_gate`, `sigmoid` and `l2norm`; the rest is th
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 __all__ = [
     "softplus",
@@ -74,6 +75,23 @@ class _Sigmoid(torch.autograd.Function):
         return _sigmoid_slope(x) * dy
 
 
+class _L2Norm(torch.autograd.Function):
+    # A sum along a strided dimension would add in another order: hence `contiguous`, which the
+    # product x * dy inherits from its first factor.
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        r = torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, r)
+        return x * r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        x, r = ctx.saved_tensors
+        return r * (dy - x * (r * r * (x * dy).sum(-1, keepdim=True)))
+
+
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """Compute max(x, 0) + log1p(exp(-|x|)) in fp32 (fp64 for fp64 x), with slope sigmoid(x)."""
     return _Softplus.apply(_widen(x))
@@ -86,8 +104,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
     """Compute x * rsqrt(sum x^2 + 1e-6) over the last dimension in fp32 (fp64 for fp64 x)."""
-    x = _widen(x).contiguous()  # a sum along a strided dimension would add in another order
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    return _L2Norm.apply(_widen(x))
 
 
 def _check_gate(
