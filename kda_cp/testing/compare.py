@@ -215,6 +215,7 @@ def run(
             [results[name] for name in upstream],
             [leaves[name] for name in names],
             [dy.to(results[name].dtype) for name, dy in upstream.items()],
+            materialize_grads=True,  # the final state does not depend on q
         )
         results |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
     return {name: x.detach() for name, x in results.items()}
