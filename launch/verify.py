@@ -13,82 +13,38 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kda_cp import CPContext, build_cp_context, chunk_kda, platform, shard
+from kda_cp import CPContext, build_cp_context, chunk_kda, shard
 from kda_cp.launch.documents import Document, boundaries, pack_lengths, pack_tokens
 from kda_cp.launch.judge import BOUNDS, DTYPES, JUDGES, judge, score
 from kda_cp.launch.model import INPUTS, OPERATOR, Batch, Model, Pass, Sizes, make_batch, run
+from kda_cp.launch.options import make_parser
+from kda_cp.launch.processes import (
+    find_device,
+    gather,
+    number_of_ranks,
+    process_group,
+    progress,
+    this_rank,
+)
 
-LAYOUTS = ("contiguous", "zigzag", "fragments")
 FRAGMENTS_A_RANK = 3
 """Of the random table, on average."""
 
-TIMEOUT = timedelta(minutes=10)
-"""After which a rank gives up waiting for one that is dead or stalled."""
-
 TOKENWISE = ("o", *(f"d{name}" for name in INPUTS))
-
-Show = Callable[[str, float], None]
-"""`show(what, done)`: what is under way, and the part of the job that is done."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, printed by rank 0 alone."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and end with exit status 2."""
-        if _rank() != 0:
-            time.sleep(20)  # torchrun ends all ranks after the first: let rank 0 speak
-        self.exit(2, f"verify: error: {message}\n")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if _rank() == 0:
-            super()._print_message(message, file)
-
-
-def make_parser() -> Parser:
-    """The options; none is the beginning of one of torchrun's."""
-    parser = Parser(
-        prog="kda_cp.launch.verify",
-        description="Compare the sharded operator with the unsharded one on real documents.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--layout", choices=LAYOUTS, default="contiguous", help="fragments: a random table")
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
-        "--tokens", type=_positive, default=16384, help="in all, documents of true lengths"
-    )
-    lengths.add_argument("--lengths", type=_lengths, help="documents cut to lengths: 700,324,...")
-    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of q, k, v, g and beta")
-    add("--device", default=platform.device, help="cpu, or this machine's accelerator")
-    add("--impl", choices=("auto", "torch", "triton"), default="auto", help="what is verified")
-    add("--against", choices=tuple(JUDGES), default="operator", help="the judge, in float64")
-    add("--bound", type=_bound, help="of every error, instead of the dtype's")
-    add("--heads", type=_positive, default=2, help="of q and k")
-    add("--value-heads", type=_positive, default=4, help="of v, g and beta")
-    add("--key-dim", type=_positive, default=32, help="channels of q and k a head")
-    add("--value-dim", type=_positive, default=32, help="channels of v a head")
-    add("--seed", type=_seed, default=0, help="of weights, upstream gradients, random table")
-    add("--out", type=Path, default=Path("out/verify"), help="folder for json and png")
-    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,16 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
-        device = _find_device(options)
+        _expect_packages()
+        device = find_device(options.device)
         _try_operator(options, device)
         documents = _pack(options)
         options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, NotImplementedError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    with _process_group(device) as group:
+    with process_group(device) as group:
         report = verify(options, documents, device, group)
-        if _rank() == 0:
+        if this_rank() == 0:
             _publish(report, options.out)
+        if group is not None:
+            dist.barrier(group)  # torchrun ends all ranks at the first status that is not 0
     return 0 if report["ok"] else 1
 
 
@@ -124,7 +83,7 @@ def verify(
     alone = build_cp_context(cu_seqlens, None)
     unsharded, judged, seconds = None, {}, 0.0
 
-    with _progress() as show:
+    with progress() as show:
         show("sharded, forward and backward", 0.0)
         sharded = _run(model, batch, context, options.impl)
         if context.rank == 0:
@@ -149,13 +108,19 @@ def verify(
                 "seconds": _seconds(unsharded),
                 "scores": _scores(model, alone, unsharded, judged),
             }
-        everyone = _gather(mine, group)
+        everyone = gather(mine, group)
     report = _assemble(options, documents, everyone)
     report["judge"] = {"description": JUDGES[options.against], "seconds": seconds}
     return report
 
 
 # Steps
+
+
+def _expect_packages() -> None:
+    for package in ("rich", "matplotlib"):
+        if find_spec(package) is None:
+            raise ValueError(f"{package} is not installed; expected kda-cp with its extra 'launch'")
 
 
 def _try_operator(options: argparse.Namespace, device: torch.device) -> None:
@@ -169,7 +134,7 @@ def _try_operator(options: argparse.Namespace, device: torch.device) -> None:
 def _pack(options: argparse.Namespace) -> list[Document]:
     if options.lengths is not None:
         return pack_lengths(options.lengths)
-    return pack_tokens(options.tokens, math.ceil(options.tokens / _ranks()))
+    return pack_tokens(options.tokens, math.ceil(options.tokens / number_of_ranks()))
 
 
 def _lay_out(
@@ -177,7 +142,7 @@ def _lay_out(
 ) -> CPContext:
     if options.layout != "fragments":
         return build_cp_context(cu_seqlens, group, layout=options.layout)
-    table = random_fragments(cu_seqlens[-1], _ranks(), options.seed)
+    table = random_fragments(cu_seqlens[-1], number_of_ranks(), options.seed)
     return build_cp_context(cu_seqlens, group, fragments=table)
 
 
@@ -297,115 +262,12 @@ def _publish(report: dict[str, Any], out: Path) -> None:
     print(f"written: {out / 'verify.json'}, {out / 'verify.png'}", flush=True)
 
 
-# Processes
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _find_device(options: argparse.Namespace) -> torch.device:
-    for package in ("rich", "matplotlib"):
-        if find_spec(package) is None:
-            raise ValueError(f"{package} is not installed; expected kda-cp with its extra 'launch'")
-    here = dict.fromkeys(("cpu", platform.device))
-    if options.device not in here:
-        expected = " or ".join(here)
-        raise ValueError(f"--device: expected {expected} on this machine, got {options.device!r}")
-    if options.device == "cpu":
-        return torch.device("cpu")
-    there, asked = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if asked > there:
-        raise ValueError(f"--device: expected a device for each of {asked} ranks, got {there}")
-    index = int(os.environ.get("LOCAL_RANK", 0))
-    torch.accelerator.set_device_index(index)
-    return torch.device(options.device, index)
-
-
-@contextmanager
-def _process_group(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
-    """The group of all ranks that torchrun started; None without torchrun."""
-    if "RANK" not in os.environ:
-        yield None
-        return
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=TIMEOUT)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-
-
-def _gather(value: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    if group is None:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
-@contextmanager
-def _progress() -> Iterator[Show]:
-    """A bar on a terminal's standard error, from rank 0, gone at the end; elsewhere nothing."""
-    if _rank() != 0 or not sys.stderr.isatty():
-        yield lambda what, done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda what, done: progress.update(task, description=what, completed=done)
-
-
-# Options
-
-
 def _sizes(options: argparse.Namespace) -> Sizes:
     return Sizes(options.heads, options.value_heads, options.key_dim, options.value_dim)
 
 
 def _seconds(found: Pass) -> dict[str, float]:
     return {"forward": found.forward_seconds, "backward": found.backward_seconds}
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _lengths(text: str) -> list[int]:
-    lengths = [_integer(part, 0) for part in text.split(",")]
-    if not sum(lengths):
-        raise argparse.ArgumentTypeError(f"expected at least one token, got {text!r}")
-    return lengths
-
-
-def _bound(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
 
 
 if __name__ == "__main__":
