@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kda_cp import pipeline
 from kda_cp.comm.exchange import Transitions
@@ -39,11 +38,15 @@ class ChunkKDA(torch.autograd.Function):
         return outputs.o, outputs.final_state, outputs.h
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, do: Tensor | None, dfinal: Tensor | None, dh: None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the initial state and of the inputs."""
+        if torch.is_grad_enabled():  # create_graph=True, on every rank alike
+            raise NotImplementedError(
+                "chunk_kda: a gradient of its gradient is not available; "
+                "expected a backward without create_graph=True"
+            )
         count = len(Inputs._fields)
         tensors = ctx.saved_tensors
         entry, A, *terms = tensors[count:]

@@ -29,7 +29,7 @@ from kda_cp.stages import ChunkTerms, Inputs, Settings
 BLOCK = 16
 """Tokens a block whose decays are formed directly, one for each pair."""
 
-SLAB_ELEMENTS = 2**23
+SLAB_ELEMENTS = 2**21
 """Elements of the largest temporary of a slab: [n, HV, C, BLOCK, K]."""
 
 
