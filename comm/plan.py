@@ -40,17 +40,15 @@ them. With two contiguous ranks no fragment is full and no A exists at all.
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-LAYOUTS = ("contiguous", "zigzag")
-ALGORITHMS = ("all_gather", "ring", "all_to_all")
+from kda_cp.comm.layout import Range, lay_out, read_boundaries, read_fragments, read_integer
 
-Range = tuple[int, int]
+ALGORITHMS = ("all_gather", "ring", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,30 +407,18 @@ def make_plan(
     Raises:
         ValueError: names the argument, what was expected and what came.
     """
-    cu = _check_cu_seqlens(cu_seqlens)
-    count = _integer("ranks", ranks)
+    cu = read_boundaries(cu_seqlens)
+    count = read_integer("ranks", ranks)
     if count < 1:
         raise ValueError(f"ranks must be at least 1, got {count}")
-    total = cu[-1] if num_tokens is None else _integer("num_tokens", num_tokens)
+    total = cu[-1] if num_tokens is None else read_integer("num_tokens", num_tokens)
     if total < cu[-1]:
         raise ValueError(f"num_tokens must be at least cu_seqlens[-1] = {cu[-1]}, got {total}")
-    if fragments is not None:
-        shards = _check_fragments(fragments, count, total)
-        layout = "fragments"
-    elif layout == "contiguous":
-        shards = [[piece] for piece in _pieces(total, count)]
-    elif layout == "zigzag":
-        pieces = _pieces(total, 2 * count)
-        shards = [[pieces[r], pieces[-1 - r]] for r in range(count)]
+    if fragments is None:
+        shards = lay_out(layout, count, total)
     else:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+        shards, layout = read_fragments(fragments, count, total), "fragments"
     return Plan(cu, total, count, layout, _fragments(cu, shards))
-
-
-def _pieces(total: int, count: int) -> list[Range]:
-    size, extra = divmod(total, count)
-    bounds = [i * size + min(i, extra) for i in range(count + 1)]
-    return list(pairwise(bounds))
 
 
 def _fragments(cu: tuple[int, ...], shards: list[list[Range]]) -> tuple[Fragment, ...]:
@@ -459,64 +445,3 @@ def _crossing(cu: tuple[int, ...], edge: int) -> int | None:
     # The last boundary at or before the edge opens the sequence (or padding) of token `edge`.
     n = bisect_right(cu, edge) - 1
     return n if n < len(cu) - 1 and cu[n] < edge else None
-
-
-# Validation: texts name the argument, what was expected and what came, the same on every rank.
-
-
-def _integer(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):  # True would pass as 1
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an int, got {value!r}") from None
-
-
-def _check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(cu_seqlens, Iterable):
-        raise ValueError(f"cu_seqlens must be a sequence of ints, got {cu_seqlens!r}")
-    cu = tuple(_integer(f"cu_seqlens[{i}]", x) for i, x in enumerate(cu_seqlens))
-    if not cu:
-        raise ValueError("cu_seqlens must hold at least one boundary (a 0), got an empty sequence")
-    if cu[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {cu[0]}")
-    for i, (a, b) in enumerate(pairwise(cu), start=1):
-        if b < a:
-            came = f"{b} after {a} at position {i}"
-            raise ValueError(f"cu_seqlens must be non-decreasing, got {came}")
-    return cu
-
-
-def _check_fragments(
-    fragments: Sequence[Sequence[Range]], ranks: int, total: int
-) -> list[list[Range]]:
-    if not isinstance(fragments, Sequence) or len(fragments) != ranks:
-        came = f"{len(fragments)}" if isinstance(fragments, Sequence) else repr(fragments)
-        raise ValueError(f"fragments must be a list of {ranks} lists, one a rank, got {came}")
-    shards = []
-    for rank, ranges in enumerate(fragments):
-        if not isinstance(ranges, Sequence):
-            raise ValueError(f"fragments[{rank}] must be a list of (start, stop), got {ranges!r}")
-        names = (f"fragments[{rank}][{i}]" for i in range(len(ranges)))
-        shards.append([_check_range(n, r, total) for n, r in zip(names, ranges, strict=True)])
-    held = sorted((a, b, rank) for rank, shard in enumerate(shards) for a, b in shard if a < b)
-    end, holder = 0, 0
-    for start, stop, rank in [*held, (total, total, ranks)]:
-        expected = f"fragments must cover each token of [0, {total}) exactly once"
-        if start > end:
-            raise ValueError(f"{expected}, got a gap: no rank holds [{end}, {start})")
-        if start < end:
-            twice = f"[{start}, {min(stop, end)}) on rank {holder} and rank {rank}"
-            raise ValueError(f"{expected}, got an overlap: {twice}")
-        end, holder = stop, rank
-    return shards
-
-
-def _check_range(name: str, value: object, total: int) -> Range:
-    if not isinstance(value, Sequence) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair (start, stop), got {value!r}")
-    start, stop = (_integer(f"{name}[{i}]", x) for i, x in enumerate(value))
-    if not 0 <= start <= stop <= total:
-        raise ValueError(f"{name} must have 0 <= start <= stop <= {total}, got ({start}, {stop})")
-    return start, stop

@@ -39,7 +39,8 @@ class Row:
 ROWS: Mapping[str, Row] = {
     # Folders. Kernels know tensors and never ranks; comm knows maps and integers and never kernels.
     "kernels.*": Row(own=("kernels", "kernels.*"), others=("torch", "triton")),
-    "comm.plan": Row(others=()),
+    "comm.layout": Row(others=()),
+    "comm.plan": Row(own=("comm.layout",), others=()),
     "comm.affine": Row(),
     "comm.collectives": Row(own=("comm.*",), distributed=True, communicates=True),
     "comm.*": Row(own=("comm", "comm.*"), distributed=True),

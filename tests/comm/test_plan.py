@@ -6,11 +6,9 @@ meaning of the chains (integer maps folded along them), bytes, error texts, size
 
 from __future__ import annotations
 
-import ast
 import doctest
 import inspect
 import random
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -163,13 +161,6 @@ def test_draw_marks_padding_and_scales_long_streams() -> None:
     lines = make_plan((0, 40, 40, 80), 2, num_tokens=100).draw(width=10).splitlines()
     assert lines[1:3] == ["rank 0  00002.....", "rank 1  .....222--"]
     assert str(make_plan((0,), 1)).splitlines()[1] == "rank 0"
-
-
-def test_imports_nothing_but_the_standard_library() -> None:
-    tree = ast.parse(inspect.getsource(plan_module))
-    names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
-    names += [str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 # Fixed layouts.
