@@ -11,6 +11,7 @@ import sysconfig
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def pack_tokens(tokens: int, shard: int) -> list[Document]:
     Raises:
         ValueError: the installed files do not hold that many bytes.
     """
-    free = _files()
+    free = list(_files())
     held = sum(size for size, _ in free)
     if tokens > held:
         raise ValueError(f"--tokens: Python's text files hold {held} bytes, got {tokens}")
@@ -93,7 +94,7 @@ def pack_lengths(lengths: Sequence[int]) -> list[Document]:
     Raises:
         ValueError: no free file is long enough.
     """
-    free = _files()
+    free = list(_files())
     documents = []
     for length in lengths:
         file = _take_at_least(free, max(length, 1))
@@ -107,14 +108,15 @@ def _folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _files() -> list[File]:
+@cache
+def _files() -> tuple[File, ...]:
     """All text files but the empty ones, by size and name."""
     folder, files = _folder(), []
     for where, below, names in os.walk(folder):
         below[:] = [name for name in below if name not in NOT_PYTHONS_OWN]
         for path in (Path(where, name) for name in names if name.endswith(SUFFIXES)):
             files.append((path.stat().st_size, path.relative_to(folder).as_posix()))
-    return sorted(file for file in files if file[0])
+    return tuple(sorted(file for file in files if file[0]))
 
 
 def _take_at_least(free: list[File], size: int) -> File | None:

@@ -193,21 +193,22 @@ def _draw_errors(axes: Axes, report: Report) -> None:
         [score["error"] for score in (*entry["ranks"], entry["unsharded"])]
         for entry in report["errors"].values()
     ]
-    positive = [e for row in shown for e in row if 0 < e < math.inf]
-    floor = min([*positive, report["bound"]]) / 10
+    finite = [e for row in shown for e in row if 0 < e < math.inf]
+    floor = min([*finite, report["bound"]]) / 10
+    ceiling = max([*finite, report["bound"]]) * 10
     colours = pyplot.get_cmap("viridis")
     for rank in range(ranks + 1):
         place = [i + 0.7 * ((rank + 0.5) / (ranks + 1) - 0.5) for i in range(len(names))]
-        heights = [max(row[rank], floor) for row in shown]
+        heights = [min(max(_order(row[rank]), floor), ceiling) for row in shown]
         style: dict[str, Any] = (
             {"color": colours(rank / max(ranks, 2)), "label": f"rank {rank}"}
             if rank < ranks
             else {"color": "black", "markerfacecolor": "none", "label": "unsharded"}
         )
         axes.plot(place, heights, "o", markersize=5, **style)
-    axes.axhline(report["bound"], color="tab:red", label=f"bound {report['bound']:.0e}")
+    axes.axhline(report["bound"], color="tab:red", zorder=3, label=f"bound {report['bound']:.0e}")
     axes.set_yscale("log")
-    axes.set_ylim(floor / 2, report["bound"] * 10)
+    axes.set_ylim(floor / 2, ceiling * 2)
     if any(e == 0 for row in shown for e in row):
         axes.axhline(floor, color="grey", linewidth=0.6, linestyle=":", label="0 (exact)")
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
@@ -216,4 +217,10 @@ def _draw_errors(axes: Axes, report: Report) -> None:
         axes.axvline(edge - 0.5, color="0.9", linewidth=0.8)
     axes.set_ylabel("error, worst head and document")
     axes.set_title(f"judge: {report['judge']['description']}", loc="left", fontsize=10)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=8,
+        ncols=1 + ranks // 16,
+    )
