@@ -57,6 +57,26 @@ def test_the_operator_imports_without_what_it_does_not_need() -> None:
     )
 
 
+def test_the_operator_runs_without_triton() -> None:
+    run_fresh(
+        """
+        block("triton", "rich", "matplotlib", "cloudpickle", "fla")
+        import torch
+        import kda_cp
+
+        q, k, v, g = (torch.randn(1, 70, 2, 16).requires_grad_() for _ in range(4))
+        beta = torch.rand(1, 70, 2)
+        for impl in ("torch", "auto", "reference"):
+            o, _ = kda_cp.chunk_kda(
+                q, k, v, -g.exp(), beta, use_qk_l2norm_in_kernel=True, impl=impl
+            )
+            o.sum().backward()
+        o, _ = kda_cp.fused_recurrent_kda(q, k, v, -g.exp(), beta, impl="torch")
+        assert "triton" not in sys.modules
+        """
+    )
+
+
 def test_the_blocker_blocks() -> None:
     run_fresh(
         """
