@@ -229,10 +229,11 @@ def _slab_terms(slab: Inputs, valid: Tensor, settings: Settings) -> ChunkTerms:
     if settings.sigmoid_beta:
         beta = torch.where(valid[..., None], sigmoid(beta), 0)
     beta = beta * settings.beta_factor
-    # Heads before rows; the key heads are repeated for the value heads they serve.
+    # Heads before rows; the key heads are repeated for the value heads they serve. Contiguous: the
+    # layout of a product's operands, and so its bits, would else depend on the number of chunks.
     group = g.shape[-2] // q.shape[-2]
-    q, k = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (q, k))
-    v, g = slab.v.transpose(1, 2), g.transpose(1, 2)
+    q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
+    q, k, v, g = (x.transpose(1, 2).contiguous() for x in (q, k, slab.v, g))
     beta = beta.transpose(1, 2).unsqueeze(-1)
 
     scores, kk, from_start, kg, total = _decayed_scores(q * settings.scale, k, g)
