@@ -101,7 +101,7 @@ class Model(torch.nn.Module):
         if name.startswith("dw_"):
             heads = H if name in ("dw_q", "dw_k") else HV
             return x.view(x.shape[0], heads, -1).transpose(0, 1).flatten(1)[:, None]
-        return x[0].reshape(*x.shape[1:3], -1).transpose(0, 1)
+        return (x[0] if x.dim() == 4 else x[0, ..., None]).transpose(0, 1)
 
 
 class Upstream(NamedTuple):

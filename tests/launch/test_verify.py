@@ -236,12 +236,14 @@ def test_two_ranks_agree_with_the_judge(arguments: list[str], tmp_path: pathlib.
 
 def test_error_past_the_bound_is_status_1_and_still_reported(tmp_path: pathlib.Path) -> None:
     # torchrun ends the other ranks at the first status 1: not before rank 0 has written.
-    arguments = ["--lengths", "40,33", *SMALL, "--out", str(tmp_path), "--bound", "1e-12"]
+    # One token also leaves rank 1 without any.
+    arguments = ["--lengths", "1", *SMALL, "--out", str(tmp_path), "--bound", "1e-12"]
     ran = launch(2, arguments)
     assert ran.returncode == 1
     report = read(tmp_path)
     assert report["ok"] is False
     assert report["worst"]["error"] > 1e-12
+    assert [rank["tokens"] for rank in report["ranks"]] == [1, 0]
     assert "NOT OK: worst error" in ran.stdout
 
 
