@@ -27,7 +27,7 @@ def lay_out(layout: str, ranks: int, total: int) -> list[list[Range]]:
     if layout == "zigzag":
         pieces = _pieces(total, 2 * ranks)
         return [[pieces[r], pieces[-1 - r]] for r in range(ranks)]
-    raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
 
 
 def _pieces(total: int, count: int) -> list[Range]:
@@ -43,22 +43,22 @@ def read_integer(name: str, value: object) -> int:
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ValueError(f"{name} must be an int, got {value!r}") from None
+        raise ValueError(f"{name}: expected an int, got {value!r}") from None
 
 
 def read_boundaries(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     """Boundaries of packed sequences: 0 first, non-decreasing."""
     if not isinstance(cu_seqlens, Iterable):
-        raise ValueError(f"cu_seqlens must be a sequence of ints, got {cu_seqlens!r}")
+        raise ValueError(f"cu_seqlens: expected a sequence of ints, got {cu_seqlens!r}")
     cu = tuple(read_integer(f"cu_seqlens[{i}]", x) for i, x in enumerate(cu_seqlens))
     if not cu:
-        raise ValueError("cu_seqlens must hold at least one boundary (a 0), got an empty sequence")
+        raise ValueError("cu_seqlens: expected at least one boundary (a 0), got an empty sequence")
     if cu[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {cu[0]}")
+        raise ValueError(f"cu_seqlens: expected 0 first, got {cu[0]}")
     for i, (a, b) in enumerate(pairwise(cu), start=1):
         if b < a:
             came = f"{b} after {a} at position {i}"
-            raise ValueError(f"cu_seqlens must be non-decreasing, got {came}")
+            raise ValueError(f"cu_seqlens: expected non-decreasing boundaries, got {came}")
     return cu
 
 
@@ -68,17 +68,17 @@ def read_fragments(
     """The shards of an explicit table: an exact cover of [0, total), empty ranges allowed."""
     if not isinstance(fragments, Sequence) or len(fragments) != ranks:
         came = f"{len(fragments)}" if isinstance(fragments, Sequence) else repr(fragments)
-        raise ValueError(f"fragments must be a list of {ranks} lists, one a rank, got {came}")
+        raise ValueError(f"fragments: expected a list of {ranks} lists, one a rank, got {came}")
     shards = []
     for rank, ranges in enumerate(fragments):
         if not isinstance(ranges, Sequence):
-            raise ValueError(f"fragments[{rank}] must be a list of (start, stop), got {ranges!r}")
+            raise ValueError(f"fragments[{rank}]: expected a list of (start, stop), got {ranges!r}")
         names = (f"fragments[{rank}][{i}]" for i in range(len(ranges)))
         shards.append([_read_range(n, r, total) for n, r in zip(names, ranges, strict=True)])
     held = sorted((a, b, rank) for rank, shard in enumerate(shards) for a, b in shard if a < b)
     end, holder = 0, 0
     for start, stop, rank in [*held, (total, total, ranks)]:
-        expected = f"fragments must cover each token of [0, {total}) exactly once"
+        expected = f"fragments: expected each token of [0, {total}) exactly once"
         if start > end:
             raise ValueError(f"{expected}, got a gap: no rank holds [{end}, {start})")
         if start < end:
@@ -90,8 +90,8 @@ def read_fragments(
 
 def _read_range(name: str, value: object, total: int) -> Range:
     if not isinstance(value, Sequence) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair (start, stop), got {value!r}")
+        raise ValueError(f"{name}: expected a pair (start, stop), got {value!r}")
     start, stop = (read_integer(f"{name}[{i}]", x) for i, x in enumerate(value))
     if not 0 <= start <= stop <= total:
-        raise ValueError(f"{name} must have 0 <= start <= stop <= {total}, got ({start}, {stop})")
+        raise ValueError(f"{name}: expected 0 <= start <= stop <= {total}, got ({start}, {stop})")
     return start, stop

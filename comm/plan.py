@@ -129,7 +129,7 @@ class Plan:
         for segment in self.segments(rank):
             if segment.offset != bounds[-1]:
                 raise ValueError(
-                    f"fragments must have tokens past cu_seqlens[-1] = {self.cu_seqlens[-1]} at a "
+                    f"fragments: expected tokens past cu_seqlens[-1] = {self.cu_seqlens[-1]} at a "
                     f"shard's end to have local cu_seqlens, got {self.ranges(rank)} on rank {rank}"
                 )
             bounds.append(segment.offset + segment.length)
@@ -155,7 +155,9 @@ class Plan:
         The first one holds the sequence's first token and is a reset; all the others are full.
         """
         if self._fragment(index).enters is None:
-            raise ValueError(f"index must name an entered fragment, got {self.fragments[index]}")
+            raise ValueError(
+                f"index: expected the index of an entered fragment, got {self.fragments[index]}"
+            )
         first = index - 1
         while self.fragments[first].full:
             first -= 1
@@ -164,7 +166,9 @@ class Plan:
     def exit_chain(self, index: int) -> tuple[Fragment, ...]:
         """The later fragments the sequence leaving `index` reaches; only the last is not full."""
         if self._fragment(index).exits is None:
-            raise ValueError(f"index must name an exited fragment, got {self.fragments[index]}")
+            raise ValueError(
+                f"index: expected the index of an exited fragment, got {self.fragments[index]}"
+            )
         last = index + 1
         while self.fragments[last].full:
             last += 1
@@ -245,7 +249,7 @@ class Plan:
             "all_to_all": self._all_to_all_counts,
         }
         if algorithm not in counts:
-            raise ValueError(f"algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
+            raise ValueError(f"algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
         states, transitions, gradients = counts[algorithm](self._checked(rank), heads, training)
         row = batch * key_dim * itemsize
         return Traffic(
@@ -363,7 +367,7 @@ class Plan:
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank must be in [0, {self.ranks}), got {rank}")
+            raise ValueError(f"rank: expected a number in [0, {self.ranks}), got {rank}")
         return rank
 
     def _owned(self, rank: int) -> tuple[Fragment, ...]:
@@ -374,12 +378,14 @@ class Plan:
 
     def _fragment(self, index: int) -> Fragment:
         if not 0 <= index < len(self.fragments):
-            raise ValueError(f"index must be in [0, {len(self.fragments)}), got {index}")
+            raise ValueError(f"index: expected a number in [0, {len(self.fragments)}), got {index}")
         return self.fragments[index]
 
     def _bounds(self, sequence: int) -> Range:
         if not 0 <= sequence < len(self.cu_seqlens) - 1:
-            raise ValueError(f"sequence must be in [0, {len(self.cu_seqlens) - 1}), got {sequence}")
+            raise ValueError(
+                f"sequence: expected a number in [0, {len(self.cu_seqlens) - 1}), got {sequence}"
+            )
         return self.cu_seqlens[sequence], self.cu_seqlens[sequence + 1]
 
 
@@ -410,10 +416,10 @@ def make_plan(
     cu = read_boundaries(cu_seqlens)
     count = read_integer("ranks", ranks)
     if count < 1:
-        raise ValueError(f"ranks must be at least 1, got {count}")
+        raise ValueError(f"ranks: expected at least 1, got {count}")
     total = cu[-1] if num_tokens is None else read_integer("num_tokens", num_tokens)
     if total < cu[-1]:
-        raise ValueError(f"num_tokens must be at least cu_seqlens[-1] = {cu[-1]}, got {total}")
+        raise ValueError(f"num_tokens: expected at least cu_seqlens[-1] = {cu[-1]}, got {total}")
     if fragments is None:
         shards = lay_out(layout, count, total)
     else:

@@ -283,7 +283,7 @@ def test_padding_is_owned_but_in_no_segment() -> None:
 def test_padding_before_tokens_has_segments_but_no_local_cu_seqlens() -> None:
     plan = make_plan((0, 5), 1, num_tokens=8, fragments=[[(5, 8), (0, 5)]])
     assert plan.segments(0) == (Segment(0, 0, 5, 3, 0, True, True),)
-    with pytest.raises(ValueError, match=r"^fragments must have tokens past .* = 5 .* on rank 0$"):
+    with pytest.raises(ValueError, match=r"^fragments: expected tokens past .* = 5 .* on rank 0$"):
         plan.local_cu_seqlens(0)
 
 
@@ -479,25 +479,29 @@ def test_bytes_are_proportional_to_batch_and_itemsize(algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "keywords", "text"),
     [
-        (((), 1), {}, "cu_seqlens must hold at least one boundary (a 0), got an empty sequence"),
-        ((7, 1), {}, "cu_seqlens must be a sequence of ints, got 7"),
-        (((1, 2), 1), {}, "cu_seqlens must start at 0, got 1"),
-        (((0, 7, 5), 1), {}, "cu_seqlens must be non-decreasing, got 5 after 7 at position 2"),
-        (((0, 7.0), 1), {}, "cu_seqlens[1] must be an int, got 7.0"),
-        (((False, 7), 1), {}, "cu_seqlens[0] must be an int, got False"),
-        (((0, 7), 0), {}, "ranks must be at least 1, got 0"),
-        (((0, 7), True), {}, "ranks must be an int, got True"),
-        (((0, 7), 2.0), {}, "ranks must be an int, got 2.0"),
+        (((), 1), {}, "cu_seqlens: expected at least one boundary (a 0), got an empty sequence"),
+        ((7, 1), {}, "cu_seqlens: expected a sequence of ints, got 7"),
+        (((1, 2), 1), {}, "cu_seqlens: expected 0 first, got 1"),
+        (
+            ((0, 7, 5), 1),
+            {},
+            "cu_seqlens: expected non-decreasing boundaries, got 5 after 7 at position 2",
+        ),
+        (((0, 7.0), 1), {}, "cu_seqlens[1]: expected an int, got 7.0"),
+        (((False, 7), 1), {}, "cu_seqlens[0]: expected an int, got False"),
+        (((0, 7), 0), {}, "ranks: expected at least 1, got 0"),
+        (((0, 7), True), {}, "ranks: expected an int, got True"),
+        (((0, 7), 2.0), {}, "ranks: expected an int, got 2.0"),
         (
             ((0, 7), 1),
             {"num_tokens": 6},
-            "num_tokens must be at least cu_seqlens[-1] = 7, got 6",
+            "num_tokens: expected at least cu_seqlens[-1] = 7, got 6",
         ),
-        (((0, 7), 1), {"num_tokens": 7.0}, "num_tokens must be an int, got 7.0"),
+        (((0, 7), 1), {"num_tokens": 7.0}, "num_tokens: expected an int, got 7.0"),
         (
             ((0, 7), 1),
             {"layout": "striped"},
-            "layout must be one of ('contiguous', 'zigzag'), got 'striped'",
+            "layout: expected one of ('contiguous', 'zigzag'), got 'striped'",
         ),
     ],
 )
@@ -512,15 +516,15 @@ def test_a_wrong_argument_is_named(
 @pytest.mark.parametrize(
     ("fragments", "text"),
     [
-        ([[(0, 7)]], "fragments must be a list of 2 lists, one a rank, got 1"),
-        (3, "fragments must be a list of 2 lists, one a rank, got 3"),
-        ([[(0, 7)], 3], "fragments[1] must be a list of (start, stop), got 3"),
-        ([[(0, 7)], [(7,)]], "fragments[1][0] must be a pair (start, stop), got (7,)"),
-        ([[(0, 7)], [7, 7]], "fragments[1][0] must be a pair (start, stop), got 7"),
-        ([[(0, 7.0)], []], "fragments[0][0][1] must be an int, got 7.0"),
-        ([[(0, 4), (7, 4)], []], "fragments[0][1] must have 0 <= start <= stop <= 7, got (7, 4)"),
-        ([[(-1, 7)], []], "fragments[0][0] must have 0 <= start <= stop <= 7, got (-1, 7)"),
-        ([[(0, 8)], []], "fragments[0][0] must have 0 <= start <= stop <= 7, got (0, 8)"),
+        ([[(0, 7)]], "fragments: expected a list of 2 lists, one a rank, got 1"),
+        (3, "fragments: expected a list of 2 lists, one a rank, got 3"),
+        ([[(0, 7)], 3], "fragments[1]: expected a list of (start, stop), got 3"),
+        ([[(0, 7)], [(7,)]], "fragments[1][0]: expected a pair (start, stop), got (7,)"),
+        ([[(0, 7)], [7, 7]], "fragments[1][0]: expected a pair (start, stop), got 7"),
+        ([[(0, 7.0)], []], "fragments[0][0][1]: expected an int, got 7.0"),
+        ([[(0, 4), (7, 4)], []], "fragments[0][1]: expected 0 <= start <= stop <= 7, got (7, 4)"),
+        ([[(-1, 7)], []], "fragments[0][0]: expected 0 <= start <= stop <= 7, got (-1, 7)"),
+        ([[(0, 8)], []], "fragments[0][0]: expected 0 <= start <= stop <= 7, got (0, 8)"),
         ([[(2, 7)], []], "COVER, got a gap: no rank holds [0, 2)"),
         ([[(0, 3)], [(5, 7)]], "COVER, got a gap: no rank holds [3, 5)"),
         ([[(0, 3)], [(3, 6)]], "COVER, got a gap: no rank holds [6, 7)"),
@@ -532,7 +536,7 @@ def test_a_wrong_argument_is_named(
 def test_a_wrong_table_is_named(fragments: Any, text: str) -> None:
     with pytest.raises(ValueError) as error:
         make_plan((0, 7), 2, fragments=fragments)
-    cover = "fragments must cover each token of [0, 7) exactly once"
+    cover = "fragments: expected each token of [0, 7) exactly once"
     assert str(error.value) == text.replace("COVER", cover)
 
 
@@ -540,19 +544,21 @@ def test_questions_about_what_is_not_there_raise() -> None:
     plan = make_plan((0, 2, 9, 12), 3)
     for ask in (plan.ranges, plan.segments, plan.entered, plan.full, plan.shard_tokens):
         for rank in (-1, 3):
-            with pytest.raises(ValueError, match=rf"^rank must be in \[0, 3\), got {rank}$"):
+            with pytest.raises(
+                ValueError, match=rf"^rank: expected a number in \[0, 3\), got {rank}$"
+            ):
                 ask(rank)
-    with pytest.raises(ValueError, match=r"^rank must be"):
+    with pytest.raises(ValueError, match=r"^rank: expected"):
         plan.transition_sends(0, -1, False)
-    with pytest.raises(ValueError, match=r"^sequence must be in \[0, 3\), got -1$"):
+    with pytest.raises(ValueError, match=r"^sequence: expected a number in \[0, 3\), got -1$"):
         plan.final_state_owner(-1)
-    with pytest.raises(ValueError, match=r"^index must be in \[0, 3\), got -1$"):
+    with pytest.raises(ValueError, match=r"^index: expected a number in \[0, 3\), got -1$"):
         plan.exit_chain(-1)
-    with pytest.raises(ValueError, match=r"^index must name an entered fragment"):
+    with pytest.raises(ValueError, match=r"^index: expected the index of an entered fragment"):
         plan.entry_chain(0)
-    with pytest.raises(ValueError, match=r"^index must name an exited fragment"):
+    with pytest.raises(ValueError, match=r"^index: expected the index of an exited fragment"):
         plan.exit_chain(2)
-    with pytest.raises(ValueError, match=r"^algorithm must be one of .*, got 'tree'$"):
+    with pytest.raises(ValueError, match=r"^algorithm: expected one of .*, got 'tree'$"):
         received(plan, "tree", 0)
 
 
