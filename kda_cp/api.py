@@ -393,6 +393,10 @@ def _context_for(
         if batch != 1:
             raise ValueError(f"cu_seqlens: expected one packed row, B = 1, got B = {batch}")
         boundaries = read_cu_seqlens(cu_seqlens, cu_seqlens_cpu)
+        if boundaries and boundaries[-1] > tokens:
+            raise ValueError(
+                f"cu_seqlens: expected at most the {tokens} tokens of q last, got {boundaries[-1]}"
+            )
         return build_cp_context(boundaries, None, num_tokens=tokens)
     if not isinstance(cp_context, CPContext):
         raise ValueError(

@@ -153,7 +153,7 @@ def chunk_terms_back(
     # Gradients of token inputs keep their input's dtype; those of parameters sum over all tokens
     # and are rounded once.
     grads: list[Tensor | None] = [
-        None if x is None else torch.zeros_like(x, dtype=x.dtype if n < 5 else dtype)
+        None if x is None else x.new_zeros(x.shape, dtype=x.dtype if n < 5 else dtype)
         for n, x in enumerate(inputs)
     ]
     value_heads, key_dim = inputs.g.shape[-2:]

@@ -35,15 +35,17 @@ def recurrent_kda(
             initial_state = v.new_zeros((table.num_states, *decay.shape[1:], v.shape[-1]))
         walk = table.every
         rows = table.state_row[walk.instances]
-        state = initial_state[rows]
+        state = initial_state.contiguous()[rows]
         outputs, tokens = [v[:0]], [table.token[:0, 0]]
         for step in walk.steps:
             token = table.token[step, 0]
             S = decay[token].unsqueeze(-1) * state[: step.numel()]  # [n, HV, K, V]
             key = k[token].unsqueeze(-1)
-            error = v[token].unsqueeze(-2) - key.mT @ S  # [n, HV, 1, V]
-            S = S + key @ (beta[token][..., None, None] * error)
-            outputs.append((q[token].unsqueeze(-2) @ S).squeeze(-2))
+            # Multiply and sum: autograd runs the backward of a matmul where neither ambient
+            # autocast nor a matmul precision is under our control.
+            error = v[token].unsqueeze(-2) - (key * S).sum(-2, keepdim=True)  # [n, HV, 1, V]
+            S = S + key * (beta[token][..., None, None] * error)
+            outputs.append((q[token].unsqueeze(-1) * S).sum(-2))
             tokens.append(token)
             state = torch.cat([S, state[step.numel() :]])
         o = torch.zeros_like(v).index_put((torch.cat(tokens),), torch.cat(outputs))
@@ -54,7 +56,7 @@ def recurrent_kda(
 def _prepare(inputs: Inputs, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Activated q (scaled), k, v, decay, beta, [B * T, HV, ...] in the state's dtype."""
     dtype = inputs.state_dtype
-    q, k, v, g, beta = (x.flatten(0, 1).to(dtype) for x in inputs[:5])
+    q, k, v, g, beta = (x.flatten(0, 1).to(dtype).contiguous() for x in inputs[:5])
     A_log, dt_bias = (None if x is None else x.to(dtype) for x in inputs[5:])
     if settings.normalize_qk:
         q, k = l2norm(q), l2norm(k)
