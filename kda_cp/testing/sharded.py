@@ -61,6 +61,7 @@ class ShardedCall:
         options: keywords of `chunk_kda_cp`.
         states: whether an initial state is given and a gradient of the final state comes back.
         loss_ranks: ranks whose o has a loss; None is all. The others' upstream gradient is 0.
+        device: where every rank computes; results come back on the CPU.
     """
 
     cu_seqlens: Sequence[int] | int
@@ -69,6 +70,7 @@ class ShardedCall:
     options: Mapping[str, Any] = field(default_factory=dict)
     states: bool = True
     loss_ranks: Sequence[int] | None = None
+    device: str = "cpu"
 
     @property
     def boundaries(self) -> Sequence[int]:
@@ -111,7 +113,9 @@ class ShardedCall:
     ) -> RankResult:
         """Run on given global inputs."""
         local = {n: shard(x, context) if n in TOKENS else x for n, x in inputs.items()}
+        local = {n: x.to(self.device) for n, x in local.items()}
         dlocal = {n: shard(x, context) if n == "o" else x for n, x in upstream.items()}
+        dlocal = {n: x.to(self.device) for n, x in dlocal.items()}
         forward: list[CollectiveCall] = []
 
         def operator(**arguments: Any) -> Any:
@@ -122,6 +126,7 @@ class ShardedCall:
 
         with count_collectives() as counts:
             results = run(operator, local, dlocal, **self.options)
+        results = {n: x.cpu() for n, x in results.items()}
         # The outer block counts the backward alone: the inner one's wrappers were innermost.
         backward = counts.calls[len(forward) :]
         return RankResult(results, forward, backward)
