@@ -53,7 +53,11 @@ def process_group(device: torch.device) -> Iterator[dist.ProcessGroup | None]:
     if "RANK" not in os.environ:
         yield None
         return
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=TIMEOUT)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        timeout=TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )
     try:
         yield dist.group.WORLD
     finally:

@@ -18,3 +18,10 @@ def ranks() -> Iterator[RankPool]:
     """The pool of gloo ranks of this run: `ranks.run(function, *arguments, ranks=P)`."""
     with RankPool(size=8) as pool:
         yield pool
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[RankPool]:
+    """A pool for one test that makes groups or meshes, which every worker of a world must join."""
+    with RankPool(size=4) as pool:
+        yield pool

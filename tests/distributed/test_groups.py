@@ -88,14 +88,14 @@ def on_a_mesh(group):
     return CALL.run_on(context, inputs, upstream)
 
 
-def test_a_mesh_dimension_is_its_group(ranks):
-    answers = zip(ranks.run(on_a_mesh, ranks=3), ranks.run(CALL, ranks=3), strict=True)
+def test_a_mesh_dimension_is_its_group(ranks, own_ranks):
+    answers = zip(own_ranks.run(on_a_mesh, ranks=3), ranks.run(CALL, ranks=3), strict=True)
     for mesh, group in answers:
         assert_bitwise(mesh.results, group.results)
 
 
 def refuse_two_dimensions(group):
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+    mesh = DeviceMesh("cpu", torch.arange(group.size()).view(2, -1), mesh_dim_names=("dp", "cp"))
     with pytest.raises(ValueError, match="group: expected a one-dimensional DeviceMesh"):
         build_cp_context([0, 8], mesh)
     answer = build_cp_context([0, 8], mesh["cp"])
@@ -103,7 +103,10 @@ def refuse_two_dimensions(group):
 
 
 def test_a_mesh_of_two_dimensions_is_refused_and_its_dimension_taken(ranks):
-    assert ranks.run(refuse_two_dimensions, ranks=4) == [(2, 0), (2, 1), (2, 0), (2, 1)]
+    # On all workers, which must make the mesh's groups together.
+    half = ranks.size // 2
+    answers = ranks.run(refuse_two_dimensions, ranks=ranks.size)
+    assert answers == [(half, rank % half) for rank in range(ranks.size)]
 
 
 def tokens_both_ways(group, layout, dim):

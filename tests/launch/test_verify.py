@@ -18,7 +18,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from kda_cp.comm.plan import make_plan
-from kda_cp.launch import options, verify
+from kda_cp.launch import documents, options, verify
 from kda_cp.launch.documents import boundaries, pack_lengths, pack_tokens
 from kda_cp.launch.judge import score
 from kda_cp.launch.model import Model, Pass, Sizes
@@ -33,6 +33,31 @@ SMALL = ["--key-dim", "8", "--value-dim", "8", "--device", "cpu"]
 
 
 # Documents
+
+
+# Sizes of the shortest files of a Python 3.13 that was installed without its tests.
+FEW_SHORT_FILES = (
+    *(38, 38, 58, 70, 72, 76, 82, 87, 88, 97, 97, 124, 129, 141, 148, 154, 159, 167, 227, 229),
+    *(231, 232, 248, 254, 257, 263, 268, 268, 296, 308, 314, 327, 354, 379, 396, 433, 454, 481),
+    *(500, 506, 557, 600, 657, 689, 703),
+    *range(720, 12000, 20),
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+def test_thirty_documents_are_found_where_few_files_are_short(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tuple((size, f"{number}.py") for number, size in enumerate(FEW_SHORT_FILES))
+    monkeypatch.setattr(documents, "_files", lambda: files)
+    monkeypatch.setattr(
+        documents, "_read", lambda name, size: documents.Document(name, b"a" * size, size)
+    )
+    shard = -(-16384 // ranks)
+    batch = documents.pack_tokens(16384, shard)
+    assert len(batch) >= 30
+    assert max(len(document.text) for document in batch) > (shard if ranks > 1 else 0)
+    assert boundaries(batch)[-1] == 16384
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
