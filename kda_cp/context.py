@@ -63,7 +63,8 @@ class CPContext:
     @property
     def cu_seqlens(self) -> Tensor:
         """Boundaries of the local segments in the shard, int64 on the CPU, starting with 0."""
-        return torch.tensor(self.plan.local_cu_seqlens(self.rank), dtype=torch.int64)
+        boundaries = self.plan.local_cu_seqlens(self.rank)
+        return torch.tensor(boundaries, dtype=torch.int64, device="cpu")
 
     @property
     def num_sequences(self) -> int:
@@ -152,7 +153,7 @@ def build_cp_context(
         plan = make_plan(
             boundaries, ranks, layout=layout, fragments=fragments, num_tokens=num_tokens
         )
-    except (ValueError, TypeError) as caught:
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     if process_group is not None and ranks > 1:
         _agree(plan, dense, error, process_group)
@@ -176,10 +177,9 @@ def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) ->
         return [0, cu_seqlens]
     name = "cu_seqlens"
     if cu_seqlens_cpu is not None:
-        if cu_seqlens_cpu.device.type != "cpu":
-            raise ValueError(
-                f"cu_seqlens_cpu: expected a CPU tensor, got one on {cu_seqlens_cpu.device}"
-            )
+        if not isinstance(cu_seqlens_cpu, Tensor) or cu_seqlens_cpu.device.type != "cpu":
+            came = getattr(cu_seqlens_cpu, "device", type(cu_seqlens_cpu).__name__)
+            raise ValueError(f"cu_seqlens_cpu: expected a CPU tensor, got {came}")
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.shape != cu_seqlens_cpu.shape:
             raise ValueError(
                 f"cu_seqlens_cpu: expected the shape of cu_seqlens, {list(cu_seqlens.shape)}, "

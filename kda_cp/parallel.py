@@ -134,11 +134,11 @@ class _Unshard(torch.autograd.Function):
 def _global_order(context: CPContext, device: torch.device) -> Tensor:
     """[T] int64: where each global token lies in the concatenation of all shards."""
     tokens = [
-        torch.arange(start, stop)
+        torch.arange(start, stop, device="cpu")
         for rank in range(context.size)
         for start, stop in context.plan.ranges(rank)
     ]
-    position = torch.cat([torch.arange(0), *tokens])
+    position = torch.cat([torch.arange(0, device="cpu"), *tokens])
     return torch.argsort(position).to(device)
 
 

@@ -12,14 +12,33 @@ which is the order of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kda_cp.comm.plan import Fragment, Plan
+
+T = TypeVar("T")
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Make tensors that outlive the call they are made in, whatever modes that call is under.
+
+    Made in `torch.inference_mode()` they could take no part in training later; made under a default
+    device they would lie there.
+    """
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
+def _cached(compute: Callable[[SegmentTable], T]) -> cached_property[T]:
+    return cached_property(_lasting()(compute))
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,7 @@ class SegmentTable:
         device: where the index tensors live.
     """
 
+    @_lasting()
     def __init__(
         self,
         plan: Plan,
@@ -136,72 +156,72 @@ class SegmentTable:
         segment = torch.tensor([segment_of[f.index] for f in fragments], dtype=torch.int64)
         return (segment[:, None] + torch.arange(self.batch) * self.per_row).flatten()
 
-    @cached_property
+    @_cached
     def every(self) -> Walk:
         """All segments."""
         return self._walk(torch.arange(self.instances))
 
-    @cached_property
+    @_cached
     def fresh(self) -> Walk:
         """Segments whose entry state is known at once: they hold their sequence's first token."""
         return self._walk(torch.nonzero(self._starts).flatten())
 
-    @cached_property
+    @_cached
     def entered(self) -> Walk:
         """Segments whose entry state comes from another fragment."""
         return self._walk(torch.nonzero(~self._starts).flatten())
 
-    @cached_property
+    @_cached
     def closed(self) -> Walk:
         """Segments whose exit state no other fragment needs: they hold the last token."""
         return self._walk(torch.nonzero(self._ends).flatten())
 
-    @cached_property
+    @_cached
     def exiting(self) -> Walk:
         """Segments whose exit state is another fragment's entry state."""
         return self._walk(torch.nonzero(~self._ends).flatten())
 
-    @cached_property
+    @_cached
     def reset_maps(self) -> Walk:
         """Segments that start their sequence and hand its state on: a map with A = 0."""
         return self._walk(torch.nonzero(self._starts & ~self._ends).flatten())
 
-    @cached_property
+    @_cached
     def full_maps(self) -> Walk:
         """Segments with tokens of their sequence on both sides: a map with a transition."""
         return self._walk(torch.nonzero(~self._starts & ~self._ends).flatten())
 
-    @cached_property
+    @_cached
     def entered_slots(self) -> Tensor:
         """[slots * batch] instances of `plan.entered(rank)`, slots outermost."""
         fragments = self.plan.entered(self.rank)
         return self._slots(fragments, self._segment_of_fragment_entry).to(self.device)
 
-    @cached_property
+    @_cached
     def exited_slots(self) -> Tensor:
         """[slots * batch] instances of `plan.exited(rank)`, slots outermost."""
         fragments = self.plan.exited(self.rank)
         return self._slots(fragments, self._segment_of_fragment_exit).to(self.device)
 
-    @cached_property
+    @_cached
     def full_slots(self) -> Tensor:
         """[slots * batch] instances of `plan.full(rank)`, slots outermost."""
         fragments = self.plan.full(self.rank)
         return self._slots(fragments, self._segment_of_fragment_exit).to(self.device)
 
-    @cached_property
+    @_cached
     def starting(self) -> tuple[Tensor, Tensor]:
         """(instances, state rows) of the segments that read `initial_state`."""
         chosen = torch.nonzero(self._starts).flatten()
         return chosen.to(self.device), self._state_row[chosen].to(self.device)
 
-    @cached_property
+    @_cached
     def ending(self) -> tuple[Tensor, Tensor]:
         """(instances, state rows) of the segments that write `final_state`."""
         chosen = torch.nonzero(self._ends).flatten()
         return chosen.to(self.device), self._state_row[chosen].to(self.device)
 
-    @cached_property
+    @_cached
     def passing(self) -> Tensor:
         """State rows of the empty sequences that this rank owns: final state = initial state."""
         cu = self.plan.cu_seqlens

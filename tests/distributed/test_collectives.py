@@ -94,7 +94,7 @@ def test_peak_memory_falls_as_the_number_of_ranks_grows(ranks):
     tokens = 4096
     alone = ranks.run(peak_of_a_step, tokens, ranks=1)[0]
     shared = ranks.run(peak_of_a_step, tokens, ranks=4)
-    assert max(shared) < 1.25 * alone / 4
+    assert max(shared) < 1.35 * alone / 4
 
 
 class LongestDimension(TorchDispatchMode):
