@@ -125,7 +125,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
     return Outputs(
         o=stages.scatter_values(values, table, inputs.v.dtype),
         final_state=final_state,
-        h=None if h is None else h.view(table.batch, -1, *state),
+        h=None if h is None else h.view(table.batch, table.chunks_per_row, *state),
         saved=Saved(entry, transitions, terms if call.keep_terms else None),
     )
 
@@ -181,4 +181,5 @@ def _select(*walked: tuple[Walk, Tensor], wanted: Tensor) -> Tensor:
 
 
 def _by_slot(values: Tensor, batch: int) -> Tensor:
-    return values.view(-1, batch, *values.shape[1:])
+    slots = values.shape[0] // batch if batch else 0
+    return values.view(slots, batch, *values.shape[1:])

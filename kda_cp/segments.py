@@ -104,6 +104,7 @@ class SegmentTable:
         # One instance a (row, segment), rows outermost.
         start = (rows * tokens + offset).flatten()
         self._length = length.repeat(batch)
+        self.chunks_per_row = int(((length + chunk_size - 1) // chunk_size).sum())
         self._state_row = (sequence * batch + rows).flatten()
         # [instances]: the row of `initial_state` and `final_state` of each instance's sequence.
         self.state_row = self._state_row.to(device)

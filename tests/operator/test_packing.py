@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kda_cp import chunk_kda
+from kda_cp import chunk_kda, fused_recurrent_kda
 from kda_cp.testing.compare import (
     assert_bitwise,
     assert_equals_reference,
@@ -181,6 +181,18 @@ def test_no_tokens_at_all(cu_seqlens, B):
     assert got["dq"].shape == inputs["q"].shape
     q = inputs["q"].requires_grad_()
     assert chunk_kda(**{**inputs, "q": q}, cu_seqlens=cu_seqlens)[0].requires_grad
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fused_recurrent_kda])
+def test_a_batch_of_no_rows(operator):
+    """B = 0, as a data-parallel rank may get: empty results, attached to the graph."""
+    inputs = draw_inputs(T=20, B=0, HV=4, K=24, V=40)
+    inputs["initial_state"] = torch.zeros(0, 4, 24, 40)
+    upstream = {"o": torch.zeros(0, 20, 4, 40), "final_state": torch.zeros(0, 4, 24, 40)}
+    got = run(operator, inputs, upstream, impl="torch")
+    assert got["o"].shape == (0, 20, 4, 40)
+    assert got["final_state"].shape == (0, 4, 24, 40)
+    assert got["dq"].shape == inputs["q"].shape
 
 
 def test_a_long_document_between_single_tokens():
