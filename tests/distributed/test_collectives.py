@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kda_cp import build_cp_context, chunk_kda_cp, eager
+from kda_cp import build_cp_context, chunk_kda_cp, eager, shard
+from kda_cp.testing.collectives import count_collectives
 from kda_cp.testing.memory import peak_allocated_bytes
 from kda_cp.testing.sharded import TRAINING_OPTIONS, ShardedCall
 
@@ -69,6 +70,23 @@ def test_bytes_received_are_the_plan_s(ranks, P, layout):
         ]
         assert received[0] - own[0] == traffic.forward
         assert received[1] - own[1] == traffic.backward
+
+
+def bytes_of_inference(group):
+    context = build_cp_context([0, 37, 200], group)
+    inputs, _ = ShardedCall([0, 37, 200], draw=DRAW, states=False).draw_global(context.size)
+    local = {n: shard(x, context) if n != "A_log" else x for n, x in inputs.items()}
+    with torch.no_grad(), count_collectives() as counts:
+        chunk_kda_cp(**local, cp_context=context, **TRAINING_OPTIONS)
+    own = sum(c.bytes_sent for c in counts.calls if "gather" in c.name)
+    return counts.bytes_received - own
+
+
+def test_without_a_backward_to_come_transitions_go_to_later_ranks_alone(ranks):
+    plan = ShardedCall([0, 37, 200]).plan(4)
+    for rank, received in enumerate(ranks.run(bytes_of_inference, ranks=4)):
+        sizes = {"heads": HV, "key_dim": K, "value_dim": V}
+        assert received == plan.received_bytes("all_gather", rank, training=False, **sizes).forward
 
 
 def step(context, tokens, K=16):
