@@ -20,6 +20,7 @@ from kda_cp.validation import (
     IMPLS,
     PRECISIONS,
     check_choice,
+    check_flags,
     check_initial_state,
     make_settings,
 )
@@ -86,7 +87,7 @@ def chunk_kda(
         safe_gate: the bounded gate instead of the softplus gate.
         lower_bound: bound of the bounded gate, -5 <= lower_bound < 0, natural log. For a
             pre-gated g it changes nothing and promises g >= lower_bound, which is checked under
-            `torch.autograd.set_detect_anomaly(True)`.
+            `torch.autograd.set_detect_anomaly(True)`, as is g <= 0.
         disable_recompute: keep the forward's intermediates for the backward: faster, and memory
             that grows by about (3 K + V + C) values a token and head.
         return_intermediate_states: also return the entry state of every local chunk.
@@ -147,6 +148,12 @@ def chunk_kda(
         lower_bound=lower_bound,
         chunk_size=chunk_size,
     )
+    check_flags(
+        output_final_state=output_final_state,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+    )
     impl = _choose_impl(impl, precision)
     context = _context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
     sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
@@ -156,7 +163,10 @@ def chunk_kda(
     h: Tensor | None
     if impl == "reference":
         if context.size > 1:
-            raise ValueError("impl: 'reference' serves one rank, got a context of several")
+            raise ValueError(
+                f"impl: expected 'torch' or 'auto' for a context of {context.size} ranks, "
+                "got 'reference', which serves one"
+            )
         o, final_state, h = _reference(inputs, settings, state, context, chunk_size)
     else:
         call = Call(
@@ -328,6 +338,11 @@ def fused_recurrent_kda(
         safe_gate=safe_gate,
         lower_bound=lower_bound,
     )
+    check_flags(
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        inplace_state=inplace_state,
+    )
     impl = _choose_impl(impl, precision=None)
     context = _context_for(q, cu_seqlens, None, None)
     sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
@@ -367,12 +382,13 @@ def _choose_impl(impl: str, precision: str | None) -> str:
     check_choice("precision", precision, PRECISIONS)
     if impl == "triton":
         raise NotImplementedError(
-            "impl: 'triton' has no kernels in this version; expected 'torch', 'reference' or 'auto'"
+            "impl: expected 'torch', 'reference' or 'auto', got 'triton', which has no kernels in "
+            "this version"
         )
     if precision == "tf32":
         raise NotImplementedError(
-            "precision: 'tf32' is served by no implementation in this version; "
-            "expected 'ieee' or None"
+            "precision: expected 'ieee' or None, got 'tf32', which no implementation serves in "
+            "this version"
         )
     return "torch" if impl == "auto" else impl
 
@@ -392,10 +408,16 @@ def _context_for(
             return build_cp_context(tokens, None)
         if batch != 1:
             raise ValueError(f"cu_seqlens: expected one packed row, B = 1, got B = {batch}")
+        if isinstance(cu_seqlens, int):
+            raise ValueError(
+                f"cu_seqlens: expected a tensor or a list of boundaries, got the int {cu_seqlens}; "
+                "without cu_seqlens each row is one sequence"
+            )
         boundaries = read_cu_seqlens(cu_seqlens, cu_seqlens_cpu)
         if boundaries and boundaries[-1] > tokens:
             raise ValueError(
-                f"cu_seqlens: expected at most the {tokens} tokens of q last, got {boundaries[-1]}"
+                f"cu_seqlens: expected at most the {tokens} tokens of q last, "
+                f"got {boundaries[-1]}; a shard takes a cp_context instead"
             )
         return build_cp_context(boundaries, None, num_tokens=tokens)
     if not isinstance(cp_context, CPContext):
@@ -403,10 +425,12 @@ def _context_for(
             f"cp_context: expected a context from build_cp_context or None, "
             f"got {type(cp_context).__name__}"
         )
-    if cu_seqlens is not None or cu_seqlens_cpu is not None:
-        raise ValueError(
-            "cu_seqlens: expected None beside a context, which holds the sequences, got a value"
-        )
+    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if x is not None:
+            raise ValueError(
+                f"{name}: expected None beside a context, which holds the sequences, "
+                f"got {type(x).__name__}"
+            )
     if not cp_context.dense and batch != 1:
         raise ValueError(f"q: expected one packed row, B = 1, for this context, got B = {batch}")
     if tokens != cp_context.num_tokens:

@@ -19,7 +19,7 @@ from kda_cp.segments import SegmentTable
 EXCHANGES = ("auto", "all_gather")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CPContext:
     """How one batch lies over the ranks of a group; made by `build_cp_context`.
 
@@ -44,6 +44,12 @@ class CPContext:
     _tables: dict[tuple[int, int, torch.device], SegmentTable] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    def __repr__(self) -> str:
+        return (
+            f"CPContext(rank {self.rank} of {self.size}, {self.num_tokens} of "
+            f"{self.plan.num_tokens} tokens, {self.num_sequences} sequences, {self.plan.layout})"
+        )
 
     @property
     def size(self) -> int:
@@ -185,6 +191,15 @@ def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) ->
                 f"cu_seqlens_cpu: expected the shape of cu_seqlens, {list(cu_seqlens.shape)}, "
                 f"got {list(cu_seqlens_cpu.shape)}"
             )
+        if (
+            isinstance(cu_seqlens, Tensor)
+            and cu_seqlens.device.type == "cpu"  # on a GPU a look would wait for the device
+            and not torch.equal(cu_seqlens.long(), cu_seqlens_cpu.long())
+        ):
+            raise ValueError(
+                f"cu_seqlens_cpu: expected the values of cu_seqlens, {cu_seqlens.tolist()}, "
+                f"got {cu_seqlens_cpu.tolist()}"
+            )
         name, cu_seqlens = "cu_seqlens_cpu", cu_seqlens_cpu
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
@@ -195,7 +210,8 @@ def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) ->
         return [int(x) for x in cu_seqlens.tolist()]
     if isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str):
         return list(cu_seqlens)
-    raise ValueError(f"{name}: expected a tensor or a list of ints, got {type(cu_seqlens)}")
+    came = type(cu_seqlens).__name__
+    raise ValueError(f"{name}: expected a tensor or a list of ints, got {came}")
 
 
 def _resolve_group(
@@ -211,7 +227,8 @@ def _resolve_group(
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        # What `new_group` returns on a process outside the group is no ProcessGroup.
+        if group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the others
+            raise ValueError("group: expected a group that this process is in, it is not")
         raise ValueError(
             f"group: expected a ProcessGroup that this process is in, a DeviceMesh or None, "
             f"got {group!r}"
@@ -239,5 +256,5 @@ def _agree(
         if other != digests[0]:
             raise ValueError(
                 f"cu_seqlens, layout, fragments and num_tokens: expected the same on every rank, "
-                f"but rank {rank} was given others than rank 0"
+                f"but rank {rank} was given others than rank 0; cu_seqlens are the global ones"
             )

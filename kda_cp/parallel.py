@@ -7,7 +7,7 @@ holds is the sum of the ranks' gradients (`reduce_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,12 +30,13 @@ def shard(x: Tensor, cp_context: CPContext, dim: int = 1) -> Tensor:
         The same shape with the local number of tokens along `dim`, in shard order.
 
     Raises:
-        ValueError: `dim` has another length.
+        ValueError: `dim` has another length; x or the context is something else.
 
     Note:
         No communication. Its backward pads with zeros: the gradient of a global tensor on each
         rank holds the part of that rank's tokens.
     """
+    _expect_context(cp_context)
     _expect_tokens(x, cp_context.plan.num_tokens, dim, "global")
     return torch.cat(
         [x.narrow(dim, 0, 0)]
@@ -56,12 +57,13 @@ def unshard(x: Tensor, cp_context: CPContext, dim: int = 1) -> Tensor:
         The same shape with the global number of tokens along `dim`, in global order.
 
     Raises:
-        ValueError: `dim` has another length.
+        ValueError: `dim` has another length; x or the context is something else.
 
     Note:
         Collective over the group, forward and backward. The backward sums the gradients of all
         ranks and gives each its own tokens, so the same loss on every rank counts P times.
     """
+    _expect_context(cp_context)
     _expect_tokens(x, cp_context.num_tokens, dim, "local")
     moved: Tensor = _Unshard.apply(x.movedim(dim, 0), cp_context)
     return moved.movedim(0, dim)
@@ -77,11 +79,18 @@ def reduce_gradients(parameters: Tensor | Iterable[Tensor], cp_context: CPContex
             require a gradient are passed over. One without a gradient counts as zero.
         cp_context: the layout, for its group.
 
+    Raises:
+        ValueError: the parameters or the context are something else.
+
     Note:
         Collective over the group: one all-reduce for each dtype and device.
     """
+    _expect_context(cp_context)
     if isinstance(parameters, Tensor):
         parameters = [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, Mapping):
+        came = type(parameters).__name__
+        raise ValueError(f"parameters: expected tensors, as model.parameters(), got {came}")
     chosen = [p for p in parameters if p.requires_grad]
     if cp_context.group is None:
         return
@@ -142,7 +151,16 @@ def _global_order(context: CPContext, device: torch.device) -> Tensor:
     return torch.argsort(position).to(device)
 
 
+def _expect_context(cp_context: CPContext) -> None:
+    if not isinstance(cp_context, CPContext):
+        raise ValueError(
+            f"cp_context: expected a context from build_cp_context, got {type(cp_context).__name__}"
+        )
+
+
 def _expect_tokens(x: Tensor, expected: int, dim: int, which: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x: expected a tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: expected a dimension of a {x.dim()}-dimensional x, got {dim}")
     if x.shape[dim] != expected:

@@ -1,8 +1,8 @@
 """The tensor contract of the operator, checked once at the door.
 
 Every message names the argument, what was expected and what came. Reads shapes, dtypes, devices
-and flags, never values; the one exception is the promise of `lower_bound`, whose check reads g and
-runs under `torch.autograd.set_detect_anomaly`.
+and flags, never values; the one exception is a pre-gated g, whose sign and promised `lower_bound`
+are checked under `torch.autograd.set_detect_anomaly`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GATE_BOUND = -5.0
 def check_inputs(inputs: Inputs) -> None:
     """Check shapes, dtypes and devices of the token inputs."""
     for name, x in zip(Inputs._fields, inputs, strict=True):
-        if x is None:
+        if x is None and name in ("A_log", "dt_bias"):
             continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -89,8 +89,8 @@ def check_gate(
             )
         if lower_bound is not None and not lower_bound < 0:
             raise ValueError(f"lower_bound: expected a number below 0, got {lower_bound}")
-        if lower_bound is not None and torch.is_anomaly_enabled():
-            _check_promise(inputs.g, lower_bound)
+        if torch.is_anomaly_enabled():
+            _check_log_decay(inputs.g, lower_bound)
     elif safe_gate:
         if lower_bound is None or not GATE_BOUND <= lower_bound < 0:
             raise ValueError(
@@ -144,9 +144,16 @@ def check_scale(scale: float | None, key_dim: int) -> float:
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Check that an option is one of its choices."""
-    if isinstance(value, bool) or value not in choices:
+    """Check that an option is one of its choices, and of their type: True and 16.0 are no ints."""
+    if value not in choices or type(value) not in map(type, choices):
         raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+
+
+def check_flags(**flags: bool) -> None:
+    """Check that flags are bools: the string "False" would pass as true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def make_settings(
@@ -163,6 +170,13 @@ def make_settings(
 ) -> Settings:
     """Check the options that say what is computed and freeze them."""
     check_inputs(inputs)
+    check_flags(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+    )
     check_gate(inputs, use_gate_in_kernel, safe_gate, lower_bound)
     check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     check_choice("chunk_size", chunk_size, CHUNK_SIZES)
@@ -177,10 +191,16 @@ def make_settings(
     )
 
 
-def _check_promise(g: Tensor, lower_bound: float) -> None:
-    if g.numel() and not bool((g >= lower_bound).all()):
+def _check_log_decay(g: Tensor, lower_bound: float | None) -> None:
+    if bool((g > 0).any()):
         raise ValueError(
-            f"lower_bound: promises g >= {lower_bound}, but g goes down to {g.min().item()}"
+            f"g: expected log decays of at most 0, got {g.max().item():g}; "
+            "use_gate_in_kernel=True applies the gate to a raw g"
+        )
+    if lower_bound is not None and bool((g < lower_bound).any()):
+        raise ValueError(
+            f"lower_bound: expected a g that keeps its promise, g >= {lower_bound}, "
+            f"got {g.min().item():g}"
         )
 
 

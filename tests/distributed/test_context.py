@@ -40,6 +40,7 @@ def test_a_context_is_frozen_and_prints_its_plan():
     with pytest.raises(dataclasses.FrozenInstanceError):
         context.rank = 1
     assert "10 tokens, 2 sequences, 1 ranks" in str(context.plan)
+    assert repr(context) == "CPContext(rank 0 of 1, 10 of 10 tokens, 2 sequences, contiguous)"
 
 
 def build_error(group, arguments, on_rank, other):
@@ -120,10 +121,10 @@ def test_wrong_local_tensors_name_what_was_expected(ranks):
     expected = [
         "q: expected the 20 tokens of rank {rank}'s shard, got 19",
         "q: expected one packed row, B = 1, for this context, got B = 2",
-        "cu_seqlens: expected None beside a context, which holds the sequences, got a value",
+        "cu_seqlens: expected None beside a context, which holds the sequences, got list",
         "cp_context: expected a context from build_cp_context or None, got ProcessGroup",
         "cp_context: expected a context from build_cp_context, got NoneType",
-        "impl: 'reference' serves one rank, got a context of several",
+        "impl: expected 'torch' or 'auto' for a context of 2 ranks, got 'reference'",
         "initial_state: expected shape [1, 2, 32, 32], got [2, 2, 32, 32]",
     ]
     for rank, texts in enumerate(ranks.run(wrong_calls, ranks=2)):

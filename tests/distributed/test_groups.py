@@ -145,6 +145,14 @@ def test_tokens_of_another_length_are_refused():
         shard(torch.zeros(1, 9), context)
     with pytest.raises(ValueError, match="x: expected 10 local tokens along dimension -1, got 3"):
         unshard(torch.zeros(1, 3), context, dim=-1)
+    for wrong in (None, torch.zeros(1)):
+        for call in (shard, unshard, lambda x, context: reduce_gradients([x], context)):
+            with pytest.raises(ValueError, match="cp_context: expected a context from build"):
+                call(torch.zeros(1, 10), wrong)
+    with pytest.raises(ValueError, match="x: expected a tensor, got list"):
+        shard([0] * 10, context)
+    with pytest.raises(ValueError, match=r"parameters: expected tensors.*got Linear"):
+        reduce_gradients(torch.nn.Linear(1, 1), context)
     with pytest.raises(ValueError, match="dim: expected a dimension of a 2-dimensional x, got 2"):
         shard(torch.zeros(1, 10), context, dim=2)
 

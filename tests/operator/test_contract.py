@@ -85,9 +85,20 @@ def test_a_promised_bound_changes_no_bit_and_is_checked_when_debugging():
     run(chunk_kda, inputs, upstream, lower_bound=-3.0)
     with (
         torch.autograd.set_detect_anomaly(True),
-        pytest.raises(ValueError, match=r"lower_bound: promises g >= -3.0, but g goes .* -3.5"),
+        pytest.raises(ValueError, match=r"lower_bound: expected .* g >= -3.0, got -3.5"),
     ):
         chunk_kda(**inputs, lower_bound=-3.0)
+
+
+@OPERATORS
+def test_a_forgotten_minus_sign_is_found_when_debugging(operator):
+    """A pre-gated g above 0 is refused under set_detect_anomaly; a raw one is not."""
+    inputs = draw_inputs(T=34, HV=4, K=16, decay=1.0)
+    inputs["g"][0, 3, 1, 2] = 0.5
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(ValueError, match=r"g: expected log decays of at most 0, got 0.5"):
+            operator(**inputs)
+        operator(**inputs, use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
 
 
 # Refusals -----------------------------------------------------------------------------------------
@@ -100,6 +111,14 @@ def zeros(*shape, dtype=torch.float32):
 PACKED = [0, 10, 34]
 REFUSALS = {
     # name of the argument: what to pass, and what the message says came
+    "q missing": (dict(q=None), "q", "NoneType"),
+    "beta missing": (dict(beta=None), "beta", "NoneType"),
+    "a flag in words": (
+        dict(use_qk_l2norm_in_kernel="False"),
+        "use_qk_l2norm_in_kernel",
+        "'False'",
+    ),
+    "a flag that is None": (dict(output_final_state=None), "output_final_state", "None"),
     "q three-dimensional": (dict(q=zeros(1, 34, 16)), "q", "[1, 34, 16]"),
     "k heads": (dict(k=zeros(1, 34, 4, 16)), "k", "[1, 34, 4, 16]"),
     "k channels": (dict(k=zeros(1, 34, 2, 8)), "k", "[1, 34, 2, 8]"),
@@ -180,6 +199,7 @@ REFUSALS = {
     "cu_seqlens falling": (dict(cu_seqlens=[0, 20, 10, 34]), "cu_seqlens", "got 10"),
     "cu_seqlens not from 0": (dict(cu_seqlens=[1, 34]), "cu_seqlens", "got 1"),
     "cu_seqlens too long": (dict(cu_seqlens=[0, 35]), "cu_seqlens", "got 35"),
+    "cu_seqlens an int": (dict(cu_seqlens=34), "cu_seqlens", "the int 34"),
     "cu_seqlens empty": (dict(cu_seqlens=[]), "cu_seqlens", "got "),
     "cu_seqlens of floats": (dict(cu_seqlens=torch.tensor([0.0, 34.0])), "cu_seqlens", "float32"),
     "cu_seqlens two-dimensional": (
@@ -191,6 +211,12 @@ REFUSALS = {
 }
 ONLY_CHUNKED = {
     "chunk_size": (dict(chunk_size=48), "chunk_size", "48"),
+    "chunk_size a float": (dict(chunk_size=64.0), "chunk_size", "64.0"),
+    "cu_seqlens_cpu of other values": (
+        dict(cu_seqlens=torch.tensor(PACKED), cu_seqlens_cpu=torch.tensor([0, 11, 34])),
+        "cu_seqlens_cpu",
+        "[0, 11, 34]",
+    ),
     "chunk_size a flag": (dict(chunk_size=True), "chunk_size", "True"),
     "precision": (dict(precision="bf16"), "precision", "'bf16'"),
     "context": (dict(cp_context="ring"), "cp_context", "str"),
@@ -210,7 +236,7 @@ ONLY_CHUNKED = {
 def check_refusal(operator, change, name, got):
     inputs = draw_inputs(T=34, H=2, HV=4, K=16, V=16)
     pattern = re.escape(got)
-    with pytest.raises(ValueError, match=rf"^(q, )?{name}(: expected| must) .*{pattern}"):
+    with pytest.raises(ValueError, match=rf"^(q, )?{name}: expected .*{pattern}"):
         operator(**{**inputs, **change})
 
 
@@ -254,9 +280,9 @@ def test_what_no_implementation_serves_raises_with_the_reason():
     """No silent fallback."""
     inputs = draw_inputs(T=4, K=16)
     for operator in (chunk_kda, fused_recurrent_kda):
-        with pytest.raises(NotImplementedError, match=r"impl: 'triton'.*expected 'torch'"):
+        with pytest.raises(NotImplementedError, match=r"impl: expected 'torch'.*got 'triton'"):
             operator(**inputs, impl="triton")
-    with pytest.raises(NotImplementedError, match=r"precision: 'tf32'.*expected 'ieee'"):
+    with pytest.raises(NotImplementedError, match=r"precision: expected 'ieee'.*got 'tf32'"):
         chunk_kda(**inputs, precision="tf32")
 
 
