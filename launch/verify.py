@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = find_device(options.device)
         _try_operator(options, device)
         documents = _pack(options)
-        options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, NotImplementedError, OSError) as error:
+        _make_folder(options.out)
+    except (ValueError, NotImplementedError) as error:
         parser.error(" ".join(str(error).split()))
     with process_group(device) as group:
         report = verify(options, documents, device, group)
@@ -129,6 +129,13 @@ def _try_operator(options: argparse.Namespace, device: torch.device) -> None:
     with torch.no_grad():
         inputs: dict[str, Any] = model(torch.zeros(1, dtype=torch.int64, device=device))
         chunk_kda(**inputs, A_log=model.A_log, dt_bias=model.dt_bias, impl=options.impl, **OPERATOR)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: expected a folder to write to, got {out}: {error}") from None
 
 
 def _pack(options: argparse.Namespace) -> list[Document]:

@@ -171,7 +171,7 @@ def test_no_option_is_the_beginning_of_one_of_torchruns() -> None:
         (["--bound", "nan"], "--bound"),
         (["--unknown", "1"], "--unknown"),
         (["--tokens", "9" * 12], "--tokens"),
-        (["--out", __file__], "test_verify.py"),
+        (["--out", __file__], "--out: expected a folder"),
     ],
 )
 def test_wrong_option_is_one_line_and_status_2(
