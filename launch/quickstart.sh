@@ -7,6 +7,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ -n "${RANKS:-}" ] && ! [[ $RANKS =~ ^0*[1-9][0-9]*$ ]]; then
+    echo "RANKS: expected an integer of at least 1, got '$RANKS'" >&2
+    exit 2
+fi
+
 source launch/install.sh
 install launch
 

@@ -1,6 +1,7 @@
 """The documentation says what the code does: its python blocks run, its links and pictures hold.
 
-A page is run from top to bottom in one namespace, so a block may use what an earlier one defines.
+The derivation is run from top to bottom in one namespace, so a block may use what an earlier one
+defines. A block of the front page is what a reader copies: it runs alone.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/README.md", "docs/algorithm.md")
-RUN = ("README.md", "docs/algorithm.md")
+FOLDERS = ("kda_cp", "comm", "launch")
+PAGES = (
+    "README.md",
+    "docs/README.md",
+    "docs/algorithm.md",
+    *(f"{folder}/README.md" for folder in FOLDERS),
+)
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -64,15 +70,27 @@ def torch_defaults() -> Iterator[None]:
     torch.set_default_dtype(dtype)
 
 
-@pytest.mark.parametrize("page", RUN)
-def test_python_blocks_run(page: str, torch_defaults: None, monkeypatch: pytest.MonkeyPatch):
-    for variable in ("RANK", "WORLD_SIZE"):  # an example may ask whether torchrun started it
+@pytest.fixture
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example may ask whether torchrun started it."""
+    for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+
+
+def test_the_derivation_runs_from_top_to_bottom(torch_defaults: None, no_torchrun: None):
+    page = "docs/algorithm.md"
     blocks = python_blocks(page, (ROOT / page).read_text("utf-8"))
     assert blocks
     namespace = {"__name__": "__main__"}
     for block in blocks:
         exec(block, namespace)
+
+
+def test_every_block_of_the_front_page_runs_alone(torch_defaults: None, no_torchrun: None):
+    blocks = python_blocks("README.md", (ROOT / "README.md").read_text("utf-8"))
+    assert blocks
+    for block in blocks:
+        exec(block, {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -85,6 +103,34 @@ def test_docs_front_page_lists_every_page():
     front = (docs / "README.md").read_text("utf-8")
     pages = {path.name for path in docs.glob("*.md")} - {"README.md"}
     assert pages <= set(LINK.findall(front))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_s_page_lists_its_files(folder: str):
+    page = (ROOT / folder / "README.md").read_text("utf-8")
+    first_cells = "\n".join(re.findall(r"^\|(.*?)\|", page, re.MULTILINE))
+    files = {path.name for path in (ROOT / folder).iterdir() if path.is_file()} - {"README.md"}
+    assert {name for name in files if name not in first_cells} == set()
+
+
+@pytest.mark.parametrize(("ranks", "status"), [("0", 2), ("-1", 2), ("two", 2), ("3", 9)])
+def test_quickstart_refuses_what_is_no_number_of_ranks(ranks: str, status: int, tmp_path: Path):
+    # An environment whose python ends with 9: nothing is installed, nothing runs.
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    python.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "launch/quickstart.sh"],
+        env={"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path), "RANKS": ranks},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == status
+    if status == 2:
+        complaint = f"RANKS: expected an integer of at least 1, got '{ranks}'\n"
+        assert (done.stdout, done.stderr) == ("", complaint)
 
 
 def test_pictures_are_what_their_script_draws():
