@@ -65,6 +65,7 @@ def build_error(group, arguments, on_rank, other):
         ({"cu_seqlens": True}, "rank 1: cu_seqlens: expected integers, got True"),
         ({"cu_seqlens": None}, "rank 1: cu_seqlens: expected integers, got None"),
         ({"cu_seqlens": [0, 4, 10]}, "expected the same on every rank, but rank 1 was given"),
+        ({"cu_seqlens": [0, 10, 10]}, "expected the same on every rank"),  # the same fragments
         ({"cu_seqlens": [0, 10], "layout": "zigzag"}, "expected the same on every rank"),
         ({"cu_seqlens": 10}, "expected the same on every rank"),
     ],
