@@ -104,9 +104,10 @@ def gather_values(x: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
 def scatter_values(chunks: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
     """Scatter chunks [NC, HV, C, V] to [B, T, HV, V]. See `Stages.scatter_values`."""
     heads, _, dim = chunks.shape[1:]
-    flat = chunks.new_zeros((table.batch * table.tokens, heads, dim), dtype=dtype)
-    _scatter(flat, chunks.transpose(1, 2), table, slice(None))
-    return flat.view(table.batch, table.tokens, heads, dim)
+    # Not a view of something flat: what autograd returns must be open to changes in place.
+    x = chunks.new_zeros((table.batch, table.tokens, heads, dim), dtype=dtype)
+    _scatter(x.flatten(0, 1), chunks.transpose(1, 2), table, slice(None))
+    return x
 
 
 def walk_state_back(

@@ -197,7 +197,8 @@ def recurrent_kda_reference(
         initial_state = q.new_zeros(B * len(lengths), HV, K, V)
     elif state_v_first:
         initial_state = initial_state.transpose(-1, -2).contiguous()
-    states = initial_state.to(dtype).split([B] * len(lengths))
+    initial_state = initial_state.to(dtype)
+    states = initial_state.split([B] * len(lengths))
     inputs = zip(*(x.split([*lengths, past], dim=1) for x in (q, k, v, g, beta)), strict=True)
 
     outputs, finals = [], []
@@ -212,7 +213,9 @@ def recurrent_kda_reference(
         return state.transpose(-1, -2).contiguous() if state_v_first else state
 
     o = (K**-0.5 if scale is None else scale) * torch.cat(outputs, 1)
-    final_state = laid_out(torch.cat(finals)) if output_final_state else None
+    final_state = None
+    if output_final_state:  # that of no sequences is the empty initial state
+        final_state = laid_out(torch.cat(finals) if finals else initial_state)
     if entries is None:
         return o, final_state
     entered = [x.unsqueeze(1) for x in entries] + [v.new_zeros(B, past, HV, K, V)]

@@ -332,3 +332,13 @@ def test_shapes_that_would_mix_sequences_or_heads_are_refused():
         reference(*draw(H=2, HV=3))
     with pytest.raises(RuntimeError):  # three states for two sequences
         reference(*draw(), None, draw_state(3, 2, 3, 4), cu_seqlens=[0, 4, 9])
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_no_sequences_at_all(tokens: int) -> None:
+    x = torch.randn(1, tokens, 1, 4)
+    o, state = reference(
+        x, x, x, -x.abs(), torch.rand(1, tokens, 1), cu_seqlens=[0], output_final_state=True
+    )
+    assert o.shape == x.shape and not o.any()
+    assert state.shape == (0, 1, 4, 4)

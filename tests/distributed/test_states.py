@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kda_cp import build_cp_context, chunk_kda, shard, unshard
-from kda_cp.testing.compare import assert_bitwise, draw_inputs, run
+from kda_cp.testing.compare import assert_bitwise, draw_inputs, draw_upstream, run
 from kda_cp.testing.sharded import TRAINING_OPTIONS, ShardedCall, assert_equals_oracle
 
 SMALL = {"H": 1, "HV": 3, "K": 16, "V": 24, "decay": (1e-3, 0.1, 3.0)}
@@ -165,6 +165,29 @@ def test_intermediate_states_count_chunks_from_each_local_segment(ranks):
     for (rank, chunk), index in expected.items():
         got = answers[rank][0][:, chunk]
         torch.testing.assert_close(got, every[:, index], rtol=1e-4, atol=1e-5)
+
+
+def states_the_other_way_round(group):
+    """The same call with states as [.., K, V] and as [.., V, K]."""
+    context = build_cp_context([0, 70, 200], group)
+    inputs = draw_inputs(200, initial_states=2, **SMALL)
+    upstream = draw_upstream(inputs)
+    local = {n: shard(x, context) if n in "q k v g beta".split() else x for n, x in inputs.items()}
+    upstream["o"] = shard(upstream["o"], context)
+    options = {"cp_context": context, "return_intermediate_states": True, **OPTIONS}
+    plain = run(chunk_kda, local, upstream, **options)
+    local["initial_state"], upstream["final_state"] = (
+        x.mT.contiguous() for x in (local["initial_state"], upstream["final_state"])
+    )
+    turned = run(chunk_kda, local, upstream, state_v_first=True, **options)
+    for name in ("final_state", "h", "dinitial_state"):
+        turned[name] = turned[name].mT
+    return plain, turned
+
+
+def test_state_v_first_turns_every_state(ranks):
+    for plain, turned in ranks.run(states_the_other_way_round, ranks=3):
+        assert_bitwise(turned, plain)
 
 
 def test_training_options_with_states(ranks):

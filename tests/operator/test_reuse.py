@@ -52,6 +52,21 @@ def test_results_share_no_memory_with_inputs():
     assert_bitwise(inputs, before)
 
 
+@OPERATORS
+def test_the_output_may_be_changed_in_place(operator):
+    """As that of any other layer: o.mul_(2) is recorded, not refused."""
+    inputs = draw_inputs(T=70, HV=4, K=16)
+    upstream = draw_upstream(inputs)
+
+    def in_place(**arguments):
+        o, final_state = operator(**arguments)
+        return o.mul_(2), final_state
+
+    doubled = {"o": 2 * upstream["o"]}
+    got, want = run(in_place, inputs, upstream), run(operator, inputs, doubled)
+    assert_bitwise({**got, "o": got["o"] / 2}, want)
+
+
 @pytest.mark.parametrize(("threads", "repeats"), [(1, 50), (2, 4)])
 def test_repeats_are_the_same_bits(threads, repeats):
     """Deterministic, on one thread or two (few repeats: threads spin where cores are shared)."""
