@@ -40,18 +40,19 @@ def test_members_form_the_group(ranks: RankPool, members: list[int]) -> None:
     assert ranks.run(rank_and_sum, 1, members=members) == expected
 
 
-@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]]])
-def test_groups_run_at_the_same_time(ranks: RankPool, groups: list[list[int]]) -> None:
+def test_groups_run_at_the_same_time(own_ranks: RankPool) -> None:
     def meet_everyone(group: dist.ProcessGroup) -> tuple[int, int, int]:
-        # Passes only if the workers of all groups are in their call together: all are of the world.
+        # Passes only if the workers of all groups are in their call together: all are of the world,
+        # which in a pool of its own has these four workers and no more.
         dist.barrier()
         return rank_and_sum(group, 1)
 
-    expected = [
-        [(rank, len(group), sum(2**worker for worker in group)) for rank in range(len(group))]
-        for group in groups
-    ]
-    assert ranks.run_groups(meet_everyone, groups) == expected
+    for groups in [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]]]:
+        expected = [
+            [(rank, len(group), sum(2**worker for worker in group)) for rank in range(len(group))]
+            for group in groups
+        ]
+        assert own_ranks.run_groups(meet_everyone, groups) == expected
 
 
 def test_a_call_sees_its_modules_names_and_its_own_arguments(ranks: RankPool) -> None:
