@@ -8,6 +8,7 @@ that the plan gave to all of them alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -56,8 +57,8 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-def all_gather_object(value: object, group: dist.ProcessGroup) -> list[object]:
+def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Gather one small picklable value from every rank, in rank order."""
-    values: list[object] = [None] * dist.get_world_size(group)
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

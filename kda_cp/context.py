@@ -247,13 +247,12 @@ def _agree(
     if plan is not None:
         fields = (plan.cu_seqlens, plan.num_tokens, plan.fragments, dense)
         digest = hashlib.sha256(repr(fields).encode()).hexdigest()
-    texts = all_gather_object(None if error is None else str(error), group)
-    for rank, text in enumerate(texts):
+    reports = all_gather_object((None if error is None else str(error), digest), group)
+    for rank, (text, _) in enumerate(reports):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
-    digests = all_gather_object(digest, group)
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
+    for rank, report in enumerate(reports):
+        if report != reports[0]:
             raise ValueError(
                 f"cu_seqlens, layout, fragments and num_tokens: expected the same on every rank, "
                 f"but rank {rank} was given others than rank 0; cu_seqlens are the global ones"
