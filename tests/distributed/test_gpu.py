@@ -63,6 +63,19 @@ def test_the_operator_equals_the_recurrence(dtype, sizes):
         )
 
 
+def test_bf16_at_the_size_of_a_model():
+    """T = 1024, H = 32, K = V = 128: where the figures of bf16 that are the bound were taken."""
+    inputs = draw_inputs(1024, H=32, K=128, dtype=torch.bfloat16, **RAW)
+    inputs["g"] -= 3
+    upstream = draw_upstream(inputs)
+    got = run(chunk_kda, on_gpu(inputs), on_gpu(upstream), **TRAINING_OPTIONS)
+    want = run_reference(on_gpu(inputs), on_gpu(upstream), **TRAINING_OPTIONS)
+    for name, ref in want.items():
+        error = (got[name].double() - ref).norm() / ref.norm()
+        print(f"{name} {error:.1e}", end="  ")
+        assert error < bounds(torch.bfloat16)[name]
+
+
 def test_tf32_settings_and_autocast_change_nothing():
     inputs, upstream = draw(torch.float32, K=64)
     options = {"cu_seqlens": CU_SEQLENS, **TRAINING_OPTIONS}
