@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kda_cp.comm import affine
 from kda_cp.comm.collectives import Work, start_all_gather, start_all_to_all
 from kda_cp.comm.plan import Fragment, Plan
 
 T = TypeVar("T")
 
 Fold = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`fold(A, b, S)`: one step of a fold, as `affine.apply` and `affine.apply_adjoint`."""
+"""`fold(A, b, S)`: one step of a fold, as `affine.apply` and `affine.apply_adjoint`. The caller
+hands it in, so that a kernel may do it and this folder need not know kernels."""
 
 
 class Pending(Generic[T]):
@@ -72,28 +72,17 @@ class AllGatherExchange:
         plan: who owns which fragment.
         rank: this process's rank in `group`.
         group: the context-parallel group; None only where the plan has one rank.
-        fold: one step of the forward fold, `(A, b, S) -> A S + b`.
-        fold_adjoint: one step of the backward fold, `(A, c, dS) -> A^T dS + c`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        fold: Fold = affine.apply,
-        fold_adjoint: Fold = affine.apply_adjoint,
-    ) -> None:
+    def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
         if group is None and plan.ranks > 1:
             raise ValueError(f"group: expected a group of {plan.ranks} ranks, got None")
         self.plan = plan
         self.rank = rank
         self.group = group
-        self._fold = fold
-        self._fold_adjoint = fold_adjoint
 
     def start_entry(
-        self, b: Tensor, A: Tensor, training: bool
+        self, b: Tensor, A: Tensor, training: bool, fold: Fold
     ) -> Pending[tuple[Tensor, Transitions]]:
         """Start turning local maps into local entry states. Collective.
 
@@ -102,6 +91,7 @@ class AllGatherExchange:
             A: [full slots, B, HV, K, K].
             training: whether a backward follows, which needs the A of later ranks as well. The
                 same on every rank.
+            fold: one step of the fold, `affine.apply` or what computes the same.
 
         Returns:
             Pending entry states [entered slots, B, HV, K, V] and the transitions for the backward.
@@ -120,19 +110,22 @@ class AllGatherExchange:
                 reset, *between = self.plan.entry_chain(fragment.index)
                 S = state_of[reset.index]
                 for earlier in between:
-                    S = self._fold(kept.of(earlier), state_of[earlier.index], S)
+                    S = fold(kept.of(earlier), state_of[earlier.index], S)
                 entries.append(S)
             return _stack(entries, b), kept
 
         return Pending(finish)
 
-    def start_exit_gradient(self, c: Tensor, transitions: Transitions) -> Pending[Tensor]:
+    def start_exit_gradient(
+        self, c: Tensor, transitions: Transitions, fold_adjoint: Fold
+    ) -> Pending[Tensor]:
         """Start turning local adjoint maps into gradients of local exit states. Collective.
 
         Args:
             c: [entered slots, B, HV, K, V], gradients of the entry states when no gradient comes
                 from later fragments.
             transitions: what the forward kept.
+            fold_adjoint: one step of the fold, `affine.apply_adjoint` or what computes the same.
 
         Returns:
             Pending gradients [exited slots, B, HV, K, V] of the exit states.
@@ -148,7 +141,7 @@ class AllGatherExchange:
                 *between, last = self.plan.exit_chain(fragment.index)
                 dS = gradient_of[last.index]
                 for later in reversed(between):
-                    dS = self._fold_adjoint(transitions.of(later), gradient_of[later.index], dS)
+                    dS = fold_adjoint(transitions.of(later), gradient_of[later.index], dS)
                 exits.append(dS)
             return _stack(exits, c)
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kda_cp.comm import affine
 from kda_cp.gates import activate_gate, l2norm, sigmoid
 from kda_cp.segments import SegmentTable, Walk
 from kda_cp.stages import ChunkTerms, Inputs, Settings
@@ -31,6 +32,9 @@ BLOCK = 16
 
 SLAB_ELEMENTS = 2**21
 """Elements of the largest temporary of a slab: [n, HV, C, BLOCK, K]."""
+
+fold = affine.apply
+fold_adjoint = affine.apply_adjoint
 
 
 def chunk_terms(inputs: Inputs, table: SegmentTable, settings: Settings) -> ChunkTerms:

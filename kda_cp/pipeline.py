@@ -101,7 +101,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
     b = _select((table.reset_maps, b_reset), (table.full_maps, b_full), wanted=table.exited_slots)
     A = _select((table.full_maps, A_full), wanted=table.full_slots)
     pending = call.exchange.start_entry(
-        _by_slot(b, table.batch), _by_slot(A, table.batch), call.training
+        _by_slot(b, table.batch), _by_slot(A, table.batch), call.training, stages.fold
     )
 
     values = new_zeros((*terms.u.shape,))
@@ -150,7 +150,9 @@ def _backward(
     # Adjoint maps: what reaches the entry states if nothing comes from later fragments.
     c = stages.walk_state_back(table.entered, terms, dvalues, dexit[table.entered.instances])
     c = _select((table.entered, c), wanted=table.entered_slots)
-    pending = call.exchange.start_exit_gradient(_by_slot(c, table.batch), saved.transitions)
+    pending = call.exchange.start_exit_gradient(
+        _by_slot(c, table.batch), saved.transitions, stages.fold_adjoint
+    )
 
     dv_new, dh = torch.empty_like(terms.u), torch.empty_like(h)
     dentry_closed = stages.walk_state_back(

@@ -95,6 +95,14 @@ class Stages(Protocol):
         """The maps (b [n, HV, K, V], A [n, HV, K, K]) with exit = A entry + b."""
         ...
 
+    def fold(self, A: Tensor, b: Tensor, S: Tensor) -> Tensor:
+        """Apply one map in the exchange's fold of states, `A S + b`."""
+        ...
+
+    def fold_adjoint(self, A: Tensor, c: Tensor, dS: Tensor) -> Tensor:
+        """Apply one adjoint map in the exchange's fold of gradients, `A^T dS + c`."""
+        ...
+
     def gather_values(self, x: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
         """[B, T, HV, V] to chunks [NC, HV, C, V], zero in padding rows."""
         ...

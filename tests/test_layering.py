@@ -61,7 +61,7 @@ ROWS: Mapping[str, Row] = {
     "segments": Row(own=("comm.plan",)),
     "stages": Row(own=("segments",)),
     "validation": Row(own=("stages",)),
-    "eager": Row(own=("gates", "segments", "stages", "platform")),
+    "eager": Row(own=("comm", "comm.affine", "gates", "segments", "stages", "platform")),
     "recurrent": Row(own=("gates", "segments", "stages", "platform")),
     "context": Row(own=("comm.*", "segments"), distributed=True),
     "pipeline": Row(own=("comm.*", "segments", "stages", "platform")),

@@ -6,6 +6,7 @@ The judge folds the maps of one sequence one after the other in one process.
 import pytest
 import torch
 
+from kda_cp.comm import affine
 from kda_cp.comm.exchange import AllGatherExchange, Pending, Transitions
 from kda_cp.comm.plan import make_plan
 from kda_cp.testing.collectives import count_collectives
@@ -50,10 +51,12 @@ def exchange_both_ways(group, cu_seqlens, ranks, options):
     exchange = AllGatherExchange(plan, rank, group)
     with count_collectives() as forward:
         entry, kept = exchange.start_entry(
-            pick(b, plan.exited(rank)), pick(A, plan.full(rank)), training=True
+            pick(b, plan.exited(rank)), pick(A, plan.full(rank)), True, affine.apply
         ).wait()
     with count_collectives() as backward:
-        dexit = exchange.start_exit_gradient(pick(c, plan.entered(rank)), kept).wait()
+        dexit = exchange.start_exit_gradient(
+            pick(c, plan.entered(rank)), kept, affine.apply_adjoint
+        ).wait()
     return entry, dexit, forward.by_name, backward.by_name, forward.bytes_sent, backward.bytes_sent
 
 
@@ -133,12 +136,14 @@ def test_wrong_slots_raise():
     exchange = AllGatherExchange(make_plan([0, 8], 1), 0, None)
     none = torch.zeros(0, B, HV, K, V)
     with pytest.raises(RuntimeError, match=r"b: expected \[0, B, HV, K"):
-        exchange.start_entry(torch.zeros(1, B, HV, K, V), torch.zeros(0, B, HV, K, K), True)
+        exchange.start_entry(
+            torch.zeros(1, B, HV, K, V), torch.zeros(0, B, HV, K, K), True, affine.apply
+        )
     with pytest.raises(RuntimeError, match=r"A: expected \[0, B, HV, K"):
-        exchange.start_entry(none, torch.zeros(1, B, HV, K, K), True)
+        exchange.start_entry(none, torch.zeros(1, B, HV, K, K), True, affine.apply)
     with pytest.raises(RuntimeError, match=r"c: expected \[0, B, HV, K"):
         kept = Transitions((), torch.zeros(0, B, HV, K, K))
-        exchange.start_exit_gradient(torch.zeros(2, B, HV, K, V), kept)
+        exchange.start_exit_gradient(torch.zeros(2, B, HV, K, V), kept, affine.apply_adjoint)
 
 
 def test_several_ranks_without_a_group_raise():
