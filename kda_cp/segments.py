@@ -103,20 +103,20 @@ class SegmentTable:
         rows = torch.arange(batch)[:, None]
         # One instance a (row, segment), rows outermost.
         start = (rows * tokens + offset).flatten()
-        self._length = length.repeat(batch)
-        self.chunks_per_row = int(((length + chunk_size - 1) // chunk_size).sum())
-        self._state_row = (sequence * batch + rows).flatten()
+        lengths = length.repeat(batch)
         # [instances]: the row of `initial_state` and `final_state` of each instance's sequence.
-        self.state_row = self._state_row.to(device)
+        self.state_row = (sequence * batch + rows).flatten().to(device)
         self._starts = starts.repeat(batch)
         self._ends = ends.repeat(batch)
 
-        self._num_chunks = (self._length + chunk_size - 1) // chunk_size
+        num_chunks = (length + chunk_size - 1) // chunk_size
+        self.chunks_per_row = int(num_chunks.sum())
+        self._num_chunks = num_chunks.repeat(batch)
         self._first_chunk = self._num_chunks.cumsum(0) - self._num_chunks
         owner = torch.repeat_interleave(self._num_chunks)
         within = torch.arange(owner.numel()) - self._first_chunk[owner]
         position = within[:, None] * chunk_size + torch.arange(chunk_size)
-        valid = position < self._length[owner][:, None]
+        valid = position < lengths[owner][:, None]
         # [chunks, C]: the token each chunk row reads, in the flattened [batch * tokens] order.
         # Padding rows read token 0 and are masked with `where`.
         self.token = torch.where(valid, start[owner][:, None] + position, 0).to(device)
@@ -213,14 +213,14 @@ class SegmentTable:
     @_cached
     def starting(self) -> tuple[Tensor, Tensor]:
         """(instances, state rows) of the segments that read `initial_state`."""
-        chosen = torch.nonzero(self._starts).flatten()
-        return chosen.to(self.device), self._state_row[chosen].to(self.device)
+        chosen = torch.nonzero(self._starts).flatten().to(self.device)
+        return chosen, self.state_row[chosen]
 
     @_cached
     def ending(self) -> tuple[Tensor, Tensor]:
         """(instances, state rows) of the segments that write `final_state`."""
-        chosen = torch.nonzero(self._ends).flatten()
-        return chosen.to(self.device), self._state_row[chosen].to(self.device)
+        chosen = torch.nonzero(self._ends).flatten().to(self.device)
+        return chosen, self.state_row[chosen]
 
     @_cached
     def passing(self) -> Tensor:
