@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +23,25 @@ def ranks() -> Iterator[RankPool]:
     """The pool of gloo ranks of this run: `ranks.run(function, *arguments, ranks=P)`."""
     with RankPool(size=8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def run_fresh() -> Callable[..., str]:
+    """`run_fresh(*parts)`: run pieces of code in a new interpreter; returns what they printed."""
+
+    def run(*parts: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(textwrap.dedent(part) for part in parts)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=pathlib.Path(__file__).parents[1],
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
-
-REPOSITORY = pathlib.Path(__file__).parents[1]
-
 # Makes importing the named packages fail, as if they were not installed.
 BLOCKER = """
     import sys
@@ -33,32 +25,19 @@ BLOCKER = """
 """
 
 
-def run_fresh(*parts: str) -> str:
-    """Run code in a new interpreter, with warnings as errors; return what it printed."""
-    code = "\n".join(textwrap.dedent(part) for part in (BLOCKER, *parts))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_operator_imports_without_what_it_does_not_need() -> None:
+def test_the_operator_imports_without_what_it_does_not_need(run_fresh) -> None:
     run_fresh(
+        BLOCKER,
         """
         block("triton", "rich", "matplotlib", "cloudpickle", "fla")
         import kda_cp
-        """
+        """,
     )
 
 
-def test_the_operator_runs_without_triton() -> None:
+def test_the_operator_runs_without_triton(run_fresh) -> None:
     run_fresh(
+        BLOCKER,
         """
         block("triton", "rich", "matplotlib", "cloudpickle", "fla")
         import torch
@@ -73,12 +52,13 @@ def test_the_operator_runs_without_triton() -> None:
             o.sum().backward()
         o, _ = kda_cp.fused_recurrent_kda(q, k, v, -g.exp(), beta, impl="torch")
         assert "triton" not in sys.modules
-        """
+        """,
     )
 
 
-def test_the_blocker_blocks() -> None:
+def test_the_blocker_blocks(run_fresh) -> None:
     run_fresh(
+        BLOCKER,
         """
         block("triton", "rich")
         for statement in ("import triton", "import triton.language as tl", "import rich.table"):
@@ -88,12 +68,13 @@ def test_the_blocker_blocks() -> None:
                 assert "is blocked" in str(error), error
             else:
                 raise SystemExit(f"{statement} went through")
-        """
+        """,
     )
 
 
-def test_import_loads_nothing_extra_and_starts_nothing() -> None:
+def test_import_loads_nothing_extra_and_starts_nothing(run_fresh) -> None:
     run_fresh(
+        BLOCKER,
         """
         import threading
         import torch
@@ -127,5 +108,5 @@ def test_import_loads_nothing_extra_and_starts_nothing() -> None:
         assert threading.active_count() == threads
         assert settings == (torch.get_num_threads(), torch.get_float32_matmul_precision())
         assert torch.equal(rng, torch.random.get_rng_state())
-        """
+        """,
     )

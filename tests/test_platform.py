@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -25,7 +21,6 @@ MACHINES = {
     "mi300": (True, "6.4", (9, 4), False),
     "intel": (False, None, None, True),
 }
-REPOSITORY = pathlib.Path(__file__).parents[1]
 FLAGS = ("IS_NVIDIA", "IS_NVIDIA_HOPPER", "IS_NVIDIA_BLACKWELL", "IS_AMD", "IS_INTEL")
 EXPECTED = {
     "cpu": ("cpu", "cpu", set()),
@@ -103,20 +98,7 @@ FORBID_CUDA = """
 """
 
 
-def run_fresh(*parts: str) -> None:
-    code = "\n".join(textwrap.dedent(part) for part in parts)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=REPOSITORY,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_import_and_exact_products_ask_no_driver() -> None:
+def test_import_and_exact_products_ask_no_driver(run_fresh) -> None:
     run_fresh(
         FORBID_CUDA,
         """
@@ -218,7 +200,7 @@ FOLLOWS = """
 """
 
 
-def test_exact_products_restores_every_setting() -> None:
+def test_exact_products_restores_every_setting(run_fresh) -> None:
     # A process for each request, as torch has no way back from some of them; forked from one that
     # has imported torch already.
     run_fresh(
@@ -284,7 +266,7 @@ def test_two_threads_may_overlap() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(platform.device != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("request_name", ["high", "allow_tf32", "cuda_tf32", "everything_tf32"])
-def test_exact_products_on_a_gpu(request_name: str) -> None:
+def test_exact_products_on_a_gpu(request_name: str, run_fresh) -> None:
     run_fresh(
         "import torch",
         REQUESTS[request_name],
