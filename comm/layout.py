@@ -23,14 +23,15 @@ def lay_out(layout: str, ranks: int, total: int) -> list[list[Range]]:
     rank r holds pieces r and 2P - 1 - r.
     """
     if layout == "contiguous":
-        return [[piece] for piece in _pieces(total, ranks)]
+        return [[piece] for piece in pieces(total, ranks)]
     if layout == "zigzag":
-        pieces = _pieces(total, 2 * ranks)
-        return [[pieces[r], pieces[-1 - r]] for r in range(ranks)]
+        cut = pieces(total, 2 * ranks)
+        return [[cut[r], cut[-1 - r]] for r in range(ranks)]
     raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
 
 
-def _pieces(total: int, count: int) -> list[Range]:
+def pieces(total: int, count: int) -> list[Range]:
+    """[0, total) in `count` ranges, the remainder one each to the first; some may be empty."""
     size, extra = divmod(total, count)
     bounds = [i * size + min(i, extra) for i in range(count + 1)]
     return list(pairwise(bounds))

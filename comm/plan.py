@@ -48,8 +48,6 @@ from itertools import pairwise
 
 from kda_cp.comm.layout import Range, lay_out, read_boundaries, read_fragments, read_integer
 
-ALGORITHMS = ("all_gather", "ring", "all_to_all")
-
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -86,12 +84,8 @@ class Segment:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that one rank receives from the others in the forward and in the backward."""
-
-    forward: int
-    backward: int
+Hop = tuple[int, int]
+"""Fragments (from, to), by index: neighbours on different ranks that a state passes between."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +198,27 @@ class Plan:
             or (backward and f.index > first_exited.get(f.enters, f.index))
         )
 
+    def hops(self, backward: bool) -> tuple[tuple[Hop, ...], ...]:
+        """The edges between ranks that states cross, step by step, as a ring passes them on.
+
+        Forward, step 0 holds the edges that a reset's exit state crosses, step n those that a state
+        reaches after n others; backward the same from the sequence's last fragment. Within a step
+        in global order, and in all `P - 1` steps for one contiguous sequence (zigzag: `2P - 2`).
+        """
+        fragments = self.fragments[::-1] if backward else self.fragments
+        steps: list[list[Hop]] = []
+        depth = 0
+        for here, there in pairwise(fragments):
+            if not here.full:
+                depth = 0
+            if (here.enters if backward else here.exits) is None or here.rank == there.rank:
+                continue
+            if depth == len(steps):
+                steps.append([])
+            steps[depth].append((here.index, there.index))
+            depth += 1
+        return tuple(tuple(sorted(step)) for step in steps)
+
     def state_slots(self, backward: bool) -> int:
         """Slots a rank contributes to a padded all-gather of states: the most that any rank has."""
         slots = self.entered if backward else self.exited
@@ -218,71 +233,6 @@ class Plan:
         """The rank that holds the last token of `sequence`; 0 if it is empty."""
         start, stop = self._bounds(sequence)
         return self._owner(stop - 1) if start < stop else 0
-
-    def received_bytes(
-        self,
-        algorithm: str,
-        rank: int,
-        *,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        batch: int = 1,
-        itemsize: int = 4,
-        training: bool = True,
-    ) -> Traffic:
-        """Bytes `rank` receives; b, c are [batch, heads, K, V] and A [batch, heads, K, K].
-
-        all_gather  Forward: every other rank's b, padded to `state_slots`, and each A that this
-                    rank folds (in training for both passes, kept). Backward: c, padded.
-        ring        One state for every fragment entered from another rank (backward: exited to
-                    another rank). A stays at home.
-        all_to_all  Rank j folds head group j for everybody. It receives that group's share of every
-                    remote slot (b and, if full, A, which it keeps), then the entry states of its
-                    own fragments for the heads of the other groups; backward likewise with c and
-                    exit gradients. No padding. Groups are as even as possible, the remainder one
-                    head each to the first ranks.
-        """
-        counts = {
-            "all_gather": self._all_gather_counts,
-            "ring": self._ring_counts,
-            "all_to_all": self._all_to_all_counts,
-        }
-        if algorithm not in counts:
-            raise ValueError(f"algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
-        states, transitions, gradients = counts[algorithm](self._checked(rank), heads, training)
-        row = batch * key_dim * itemsize
-        return Traffic(
-            forward=row * (states * value_dim + transitions * key_dim),
-            backward=row * gradients * value_dim if training else 0,
-        )
-
-    # Each returns (b, A, c): one-head matrices that `rank` receives.
-
-    def _all_gather_counts(self, rank: int, heads: int, training: bool) -> tuple[int, int, int]:
-        if not self.exchanges_states:
-            return 0, 0, 0
-        sends = (self.transition_sends(source, rank, training) for source in range(self.ranks))
-        padded = heads * (self.ranks - 1)
-        transitions = heads * sum(map(len, sends))
-        return padded * self.state_slots(False), transitions, padded * self.state_slots(True)
-
-    def _ring_counts(self, rank: int, heads: int, training: bool) -> tuple[int, int, int]:
-        entered = sum(self.fragments[f.index - 1].rank != rank for f in self.entered(rank))
-        exited = sum(self.fragments[f.index + 1].rank != rank for f in self.exited(rank))
-        return heads * entered, 0, heads * exited
-
-    def _all_to_all_counts(self, rank: int, heads: int, training: bool) -> tuple[int, int, int]:
-        if not self.exchanges_states:
-            return 0, 0, 0
-        group = heads // self.ranks + (rank < heads % self.ranks)
-        others = [f for f in self.fragments if f.rank != rank]
-        returned = heads - group
-        return (
-            group * sum(f.exits is not None for f in others) + returned * len(self.entered(rank)),
-            group * sum(f.full for f in others),
-            group * sum(f.enters is not None for f in others) + returned * len(self.exited(rank)),
-        )
 
     # Picture.
 

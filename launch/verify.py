@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kda_cp import CPContext, build_cp_context, chunk_kda, shard
+from kda_cp.comm.traffic import received_bytes
 from kda_cp.launch.documents import Document, boundaries, pack_lengths, pack_tokens
 from kda_cp.launch.judge import BOUNDS, DTYPES, JUDGES, judge, score
 from kda_cp.launch.model import INPUTS, OPERATOR, Batch, Model, Pass, Sizes, make_batch, run
@@ -198,7 +199,8 @@ def _describe_rank(
     context: CPContext, sizes: Sizes, dtype: torch.dtype, found: Pass
 ) -> dict[str, Any]:
     plan, rank = context.plan, context.rank
-    received = plan.received_bytes(
+    received = received_bytes(
+        plan,
         "all_gather",
         rank,
         heads=sizes.value_heads,

@@ -41,6 +41,7 @@ ROWS: Mapping[str, Row] = {
     "kernels.*": Row(own=("kernels", "kernels.*"), others=("torch", "triton")),
     "comm.layout": Row(others=()),
     "comm.plan": Row(own=("comm.layout",), others=()),
+    "comm.traffic": Row(own=("comm.layout", "comm.plan"), others=()),
     "comm.affine": Row(),
     "comm.collectives": Row(own=("comm.*",), distributed=True, communicates=True),
     "comm.*": Row(own=("comm", "comm.*"), distributed=True),

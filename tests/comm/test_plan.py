@@ -1,4 +1,6 @@
-"""Claims about `comm/plan.py`, judged by `Scan`: the same answers found by looking at every token.
+"""Claims about `comm/plan.py` and `comm/traffic.py`, judged by `Scan`.
+
+The scan finds the same answers by looking at every token.
 
 In order: the documented picture, fixed layouts, edges by hand, random plans against the scan, the
 meaning of the chains (integer maps folded along them), bytes, error texts, size.
@@ -19,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_cp.comm import plan as plan_module
-from kda_cp.comm.plan import Fragment, Plan, Segment, Traffic, make_plan
+from kda_cp.comm.plan import Fragment, Plan, Segment, make_plan
+from kda_cp.comm.traffic import Traffic, received_bytes
 
 Table = list[list[tuple[int, int]]]
 
@@ -141,8 +144,8 @@ PLANS = random_plans()
 
 
 def received(plan: Plan, algorithm: str, rank: int, **sizes: Any) -> Traffic:
-    return plan.received_bytes(
-        algorithm, rank, **{"heads": 4, "key_dim": 3, "value_dim": 5} | sizes
+    return received_bytes(
+        plan, algorithm, rank, **{"heads": 4, "key_dim": 3, "value_dim": 5} | sizes
     )
 
 
@@ -400,6 +403,37 @@ def test_folding_the_chains_gives_the_states_and_gradients_of_one_walk() -> None
                 assert gradient == after[f.stop - 1]
 
 
+def test_hops_pass_each_state_on_as_soon_as_it_can_be_there() -> None:
+    for plan, _ in PLANS:
+        for backward in (False, True):
+            # The step in which a state can leave a fragment: as it enters it, or one hop later.
+            arrives: dict[int, int] = {}
+            expected: dict[int, list[tuple[int, int]]] = {}
+            order = plan.fragments[::-1] if backward else plan.fragments
+            for here, there in pairwise(order):
+                if (here.enters if backward else here.exits) is None:
+                    continue
+                step = arrives[here.index] if here.full else 0
+                if here.rank != there.rank:
+                    expected.setdefault(step, []).append((here.index, there.index))
+                arrives[there.index] = step + (here.rank != there.rank)
+            found = plan.hops(backward)
+            assert found == tuple(tuple(sorted(expected[n])) for n in range(len(expected)))
+            edges = {tuple(sorted(hop)) for step in found for hop in step}
+            assert len(edges) == sum(map(len, found))
+            assert bool(edges) is plan.exchanges_states
+
+
+def test_a_ring_takes_p_minus_1_hops_and_zigzag_twice_that() -> None:
+    for backward in (False, True):
+        assert len(make_plan((0, 6400), 64).hops(backward)) == 63
+        assert len(make_plan((0, 6400), 64, layout="zigzag").hops(backward)) == 126
+        # Documents that cross one edge each wait for nobody.
+        assert len(make_plan((0, 15, 25, 40), 4).hops(backward)) == 1
+    assert make_plan((0, 30), 3).hops(False) == (((0, 1),), ((1, 2),))
+    assert make_plan((0, 30), 3).hops(True) == (((2, 1),), ((1, 0),))
+
+
 # Bytes.
 
 EVERY_SIZE: dict[str, Any] = {"heads": 32, "key_dim": 128, "value_dim": 128}
@@ -409,10 +443,10 @@ STATE = 32 * 128 * 128 * 4  # b, c or A of all heads: 2 MiB
 def test_all_gather_keeps_124_mib_of_transitions_at_64_ranks() -> None:
     plan = make_plan((0, 6400), 64)
     for rank, transitions in [(0, 62), (1, 61), (63, 62)]:
-        traffic = plan.received_bytes("all_gather", rank, **EVERY_SIZE)
+        traffic = received_bytes(plan, "all_gather", rank, **EVERY_SIZE)
         assert traffic == Traffic((63 + transitions) * STATE, 63 * STATE)
     assert 62 * STATE == 124 * 2**20
-    inference = plan.received_bytes("all_gather", 0, **EVERY_SIZE, training=False)
+    inference = received_bytes(plan, "all_gather", 0, **EVERY_SIZE, training=False)
     assert inference == Traffic(63 * STATE, 0)  # rank 0 has no entry chain
 
 
@@ -420,7 +454,7 @@ def test_ring_moves_a_state_for_each_edge_from_another_rank() -> None:
     contiguous = make_plan((0, 6400), 64)
     expected = {0: Traffic(0, STATE), 7: Traffic(STATE, STATE), 63: Traffic(STATE, 0)}
     for rank, traffic in expected.items():
-        assert contiguous.received_bytes("ring", rank, **EVERY_SIZE) == traffic
+        assert received_bytes(contiguous, "ring", rank, **EVERY_SIZE) == traffic
     zigzag = make_plan((0, 6400), 64, layout="zigzag")
     expected = {
         0: Traffic(STATE, STATE),
@@ -428,7 +462,7 @@ def test_ring_moves_a_state_for_each_edge_from_another_rank() -> None:
         63: Traffic(STATE, STATE),
     }
     for rank, traffic in expected.items():
-        assert zigzag.received_bytes("ring", rank, **EVERY_SIZE) == traffic
+        assert received_bytes(zigzag, "ring", rank, **EVERY_SIZE) == traffic
 
 
 def test_all_to_all_receives_its_share_of_every_slot_and_its_own_states() -> None:

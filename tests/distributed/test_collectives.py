@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kda_cp import build_cp_context, chunk_kda_cp, eager, shard
+from kda_cp.comm.traffic import received_bytes
 from kda_cp.testing.collectives import count_collectives
 from kda_cp.testing.memory import peak_allocated_bytes
 from kda_cp.testing.sharded import TRAINING_OPTIONS, ShardedCall
@@ -59,7 +60,7 @@ def test_transitions_go_forward_once_and_never_back(ranks, layout):
 def test_bytes_received_are_the_plan_s(ranks, P, layout):
     plan, _, answers = collectives(ranks, P, [0, 37, 200], layout=layout)
     for rank, answer in enumerate(answers):
-        traffic = plan.received_bytes("all_gather", rank, heads=HV, key_dim=K, value_dim=V)
+        traffic = received_bytes(plan, "all_gather", rank, heads=HV, key_dim=K, value_dim=V)
         # An all-gather's output holds this rank's own block as well, which nobody sent.
         own = [
             sum(c.bytes_sent for c in calls if "gather" in c.name)
@@ -86,7 +87,7 @@ def test_without_a_backward_to_come_transitions_go_to_later_ranks_alone(ranks):
     plan = ShardedCall([0, 37, 200]).plan(4)
     for rank, received in enumerate(ranks.run(bytes_of_inference, ranks=4)):
         sizes = {"heads": HV, "key_dim": K, "value_dim": V}
-        assert received == plan.received_bytes("all_gather", rank, training=False, **sizes).forward
+        assert received == received_bytes(plan, "all_gather", rank, training=False, **sizes).forward
 
 
 def step(context, tokens, K=16):
