@@ -1,10 +1,14 @@
 """Exchange of states between ranks: from the maps of local fragments to their entry states.
 
-One object serves one call shape: it knows the plan, this rank and the group, and it moves maps,
-never tokens. Both directions are split into `start_*`, which issues the collectives and returns at
-once, and `Pending.wait()`, which folds; work that needs no remote state goes between the two.
-Every rank of the group starts the same collectives in the same order, whatever it owns. Where no
-sequence crosses ranks nothing is sent; a reset's A and an identity are neither computed nor sent.
+One object serves one call shape: it knows the plan, this rank and the group, and it moves maps or
+states, never tokens. Both directions are split into `start_*`, which starts communicating and
+returns at once, and `Pending.wait()`; work that needs no remote state goes between the two. What
+every algorithm shares is here; each has a file of its own: `all_gather.py`, `ring.py`,
+`all_to_all.py`.
+
+Every rank issues the same collectives in the same order, whatever it owns; messages between two
+ranks follow the plan's hops. Where no sequence crosses ranks nothing is sent; a reset's A is
+neither computed nor sent.
 
 A slot is one local fragment: `entered`, `exited` and `full` slots are those of
 `plan.entered(rank)`, `plan.exited(rank)` and `plan.full(rank)`, in that order.
@@ -13,14 +17,14 @@ Shapes: states [slots, B, HV, K, V], transitions [slots, B, HV, K, K], of one fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kda_cp.comm.collectives import Work, start_all_gather, start_all_to_all
 from kda_cp.comm.plan import Fragment, Plan
 
 T = TypeVar("T")
@@ -28,6 +32,9 @@ T = TypeVar("T")
 Fold = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`fold(A, b, S)`: one step of a fold, as `affine.apply` and `affine.apply_adjoint`. The caller
 hands it in, so that a kernel may do it and this folder need not know kernels."""
+
+ByFragment = Mapping[int, Tensor]
+"""One tensor for each of some fragments, by the fragment's index."""
 
 
 class Pending(Generic[T]):
@@ -37,7 +44,7 @@ class Pending(Generic[T]):
         self._finish: Callable[[], T] | None = finish
 
     def wait(self) -> T:
-        """Wait for the collectives and fold. Raises RuntimeError when called twice."""
+        """Wait for what travels, and fold. Raises RuntimeError when called twice."""
         if self._finish is None:
             raise RuntimeError("this exchange has already been waited for")
         finish, self._finish = self._finish, None
@@ -45,10 +52,10 @@ class Pending(Generic[T]):
 
 
 class Transitions:
-    """The A of every fragment that this rank folds with, its own and those it received.
+    """The A that this rank folds with: of its own fragments, and of those whose A it received.
 
     The forward collects them and the backward uses them again, transposed: they are never sent
-    twice. `A` [fragments, B, HV, K, K] in the order of `indices`, the fragments' global order.
+    twice. `A` [fragments, B, heads, K, K] in the order of `indices`.
     """
 
     def __init__(self, indices: tuple[int, ...], A: Tensor) -> None:
@@ -58,15 +65,15 @@ class Transitions:
         self.A = A
         self._row = {index: row for row, index in enumerate(indices)}
 
-    def of(self, fragment: Fragment) -> Tensor:
-        """A [B, HV, K, K] of one fragment."""
-        if fragment.index not in self._row:
-            raise RuntimeError(f"the transition of fragment {fragment.index} was not kept")
-        return self.A[self._row[fragment.index]]
+    def __getitem__(self, index: int) -> Tensor:
+        """A [B, heads, K, K] of the fragment `index`."""
+        if index not in self._row:
+            raise RuntimeError(f"the transition of fragment {index} was not kept")
+        return self.A[self._row[index]]
 
 
-class AllGatherExchange:
-    """Gather every state slot on every rank, send each A to the ranks that fold with it.
+class Exchange(ABC):
+    """One algorithm of the exchange, for one rank of a plan.
 
     Args:
         plan: who owns which fragment.
@@ -74,12 +81,22 @@ class AllGatherExchange:
         group: the context-parallel group; None only where the plan has one rank.
     """
 
+    parts: ClassVar[int] = 1
+    """Into how many groups of heads the caller should cut a call and exchange each on its own, so
+    that the states of one travel while another computes. A promise on speed, not a condition."""
+
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
         if group is None and plan.ranks > 1:
             raise ValueError(f"group: expected a group of {plan.ranks} ranks, got None")
         self.plan = plan
         self.rank = rank
-        self.group = group
+        self._group = group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group; only where the plan exchanges states."""
+        assert self._group is not None
+        return self._group
 
     def start_entry(
         self, b: Tensor, A: Tensor, training: bool, fold: Fold
@@ -89,30 +106,23 @@ class AllGatherExchange:
         Args:
             b: [exited slots, B, HV, K, V], exit states for a zero entry (a reset's are final).
             A: [full slots, B, HV, K, K].
-            training: whether a backward follows, which needs the A of later ranks as well. The
-                same on every rank.
+            training: whether a backward follows. The same on every rank.
             fold: one step of the fold, `affine.apply` or what computes the same.
 
         Returns:
             Pending entry states [entered slots, B, HV, K, V] and the transitions for the backward.
         """
-        exited, full = self.plan.exited(self.rank), self.plan.full(self.rank)
-        _expect_slots("b", b, len(exited))
-        _expect_slots("A", A, len(full))
-        states = self._start_states(b, backward=False)
-        transitions = self._start_transitions(A, training)
+        plan, rank = self.plan, self.rank
+        _expect_slots("b", b, len(plan.exited(rank)))
+        _expect_slots("A", A, len(plan.full(rank)))
+        if plan.exchanges_states:
+            return self._start_entry(b, A, training, fold)
 
         def finish() -> tuple[Tensor, Transitions]:
-            state_of = self._wait_states(states, b, exited, backward=False)
-            kept = self._wait_transitions(transitions, A, training)
-            entries = []
-            for fragment in self.plan.entered(self.rank):
-                reset, *between = self.plan.entry_chain(fragment.index)
-                S = state_of[reset.index]
-                for earlier in between:
-                    S = fold(kept.of(earlier), state_of[earlier.index], S)
-                entries.append(S)
-            return _stack(entries, b), kept
+            own = Transitions(tuple(f.index for f in plan.full(rank)), A)
+            by_fragment = by_slot(plan.exited(rank), b)
+            entries = fold_entries(plan, plan.entered(rank), by_fragment, own, fold)
+            return stack(entries.values(), b), own
 
         return Pending(finish)
 
@@ -130,72 +140,81 @@ class AllGatherExchange:
         Returns:
             Pending gradients [exited slots, B, HV, K, V] of the exit states.
         """
-        entered = self.plan.entered(self.rank)
-        _expect_slots("c", c, len(entered))
-        states = self._start_states(c, backward=True)
+        plan, rank = self.plan, self.rank
+        _expect_slots("c", c, len(plan.entered(rank)))
+        if plan.exchanges_states:
+            return self._start_exit_gradient(c, transitions, fold_adjoint)
 
         def finish() -> Tensor:
-            gradient_of = self._wait_states(states, c, entered, backward=True)
-            exits = []
-            for fragment in self.plan.exited(self.rank):
-                *between, last = self.plan.exit_chain(fragment.index)
-                dS = gradient_of[last.index]
-                for later in reversed(between):
-                    dS = fold_adjoint(transitions.of(later), gradient_of[later.index], dS)
-                exits.append(dS)
-            return _stack(exits, c)
+            by_fragment = by_slot(plan.entered(rank), c)
+            exits = fold_exit_gradients(
+                plan, plan.exited(rank), by_fragment, transitions, fold_adjoint
+            )
+            return stack(exits.values(), c)
 
         return Pending(finish)
 
-    def _start_states(self, slots: Tensor, backward: bool) -> Work | None:
-        if not self.plan.exchanges_states:
-            return None
-        assert self.group is not None
-        padded = slots.new_zeros((self.plan.state_slots(backward), *slots.shape[1:]))
-        padded[: slots.shape[0]] = slots
-        return start_all_gather(padded, self.group)
+    @abstractmethod
+    def _start_entry(
+        self, b: Tensor, A: Tensor, training: bool, fold: Fold
+    ) -> Pending[tuple[Tensor, Transitions]]: ...
 
-    def _wait_states(
-        self, work: Work | None, own: Tensor, owned: tuple[Fragment, ...], backward: bool
-    ) -> dict[int, Tensor]:
-        if work is None:
-            return {f.index: own[slot] for slot, f in enumerate(owned)}
-        gathered = work.wait()
-        slots_of = self.plan.entered if backward else self.plan.exited
-        return {
-            f.index: gathered[rank, slot]
-            for rank in range(self.plan.ranks)
-            for slot, f in enumerate(slots_of(rank))
-        }
+    @abstractmethod
+    def _start_exit_gradient(
+        self, c: Tensor, transitions: Transitions, fold_adjoint: Fold
+    ) -> Pending[Tensor]: ...
 
-    def _start_transitions(self, A: Tensor, training: bool) -> Work | None:
-        if not self.plan.exchanges_transitions(training):
-            return None
-        assert self.group is not None
-        slot = {f.index: s for s, f in enumerate(self.plan.full(self.rank))}
-        sends = [self._sent(self.rank, target, training) for target in range(self.plan.ranks)]
-        rows = [slot[f.index] for target in sends for f in target]
-        return start_all_to_all(
-            A[torch.tensor(rows, dtype=torch.int64, device=A.device)],
-            [len(target) for target in sends],
-            [len(self._sent(source, self.rank, training)) for source in range(self.plan.ranks)],
-            self.group,
-        )
 
-    def _wait_transitions(self, work: Work | None, own: Tensor, training: bool) -> Transitions:
-        full = self.plan.full(self.rank)
-        if work is None:
-            return Transitions(tuple(f.index for f in full), own)
-        received = [
-            f for source in range(self.plan.ranks) for f in self._sent(source, self.rank, training)
-        ]
-        indices = tuple(f.index for f in (*full, *received))
-        return Transitions(indices, torch.cat([own, work.wait()]))
+def fold_entries(
+    plan: Plan, wanted: Sequence[Fragment], b: ByFragment, A: Transitions, fold: Fold
+) -> dict[int, Tensor]:
+    """Entry states of the wanted fragments, by index in their order: folds from left to right.
 
-    def _sent(self, source: int, target: int, training: bool) -> tuple[Fragment, ...]:
-        if source == target:
-            return ()
-        return self.plan.transition_sends(source, target, training)
+    Needs the b of every fragment in their entry chains, and the A of the full ones. A step that
+    several of them share is done once.
+    """
+    entry: dict[int, Tensor] = {}
+    for fragment in wanted:
+        index, chain = fragment.index, list[Fragment]()
+        while index not in entry and not (chain and not chain[-1].full):
+            index -= 1
+            chain.append(plan.fragments[index])
+        for f in reversed(chain):
+            own = b[f.index]
+            entry[f.index + 1] = fold(A[f.index], own, entry[f.index]) if f.full else own
+    return {fragment.index: entry[fragment.index] for fragment in wanted}
+
+
+def fold_exit_gradients(
+    plan: Plan, wanted: Sequence[Fragment], c: ByFragment, A: Transitions, fold_adjoint: Fold
+) -> dict[int, Tensor]:
+    """Gradients of the exit states of the wanted fragments: folds from right to left.
+
+    Needs the c of every fragment in their exit chains, and the A of the full ones.
+    """
+    gradient: dict[int, Tensor] = {}
+    for fragment in reversed(wanted):
+        index, chain = fragment.index, list[Fragment]()
+        while index not in gradient and not (chain and not chain[-1].full):
+            index += 1
+            chain.append(plan.fragments[index])
+        for f in reversed(chain):
+            own = c[f.index]
+            gradient[f.index - 1] = (
+                fold_adjoint(A[f.index], own, gradient[f.index]) if f.full else own
+            )
+    return {fragment.index: gradient[fragment.index] for fragment in wanted}
+
+
+def by_slot(fragments: Iterable[Fragment], slots: Tensor) -> dict[int, Tensor]:
+    """The rows of `slots` under the indices of the fragments they belong to."""
+    return {f.index: row for f, row in zip(fragments, slots, strict=True)}
+
+
+def stack(states: Iterable[Tensor], like: Tensor) -> Tensor:
+    """Stack states into slots; none of them gives no slots, shaped like `like` otherwise."""
+    states = list(states)
+    return torch.stack(states) if states else like.new_empty((0, *like.shape[1:]))
 
 
 def _expect_slots(name: str, slots: Tensor, expected: int) -> None:
@@ -204,7 +223,3 @@ def _expect_slots(name: str, slots: Tensor, expected: int) -> None:
             f"{name}: expected [{expected}, B, HV, K, ..] for the plan's slots, "
             f"got {list(slots.shape)}"
         )
-
-
-def _stack(states: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(states) if states else like.new_empty((0, *like.shape[1:]))

@@ -202,22 +202,25 @@ class Plan:
         """The edges between ranks that states cross, step by step, as a ring passes them on.
 
         Forward, step 0 holds the edges that a reset's exit state crosses, step n those that a state
-        reaches after n others; backward the same from the sequence's last fragment. Within a step
-        in global order, and in all `P - 1` steps for one contiguous sequence (zigzag: `2P - 2`).
+        reaches after n others; backward the same from the sequence's last fragment. One contiguous
+        sequence takes `P - 1` steps (zigzag: `2P - 2`). Within a step, hops are in global order.
         """
-        fragments = self.fragments[::-1] if backward else self.fragments
-        steps: list[list[Hop]] = []
-        depth = 0
-        for here, there in pairwise(fragments):
-            if not here.full:
-                depth = 0
-            if (here.enters if backward else here.exits) is None or here.rank == there.rank:
-                continue
-            if depth == len(steps):
-                steps.append([])
-            steps[depth].append((here.index, there.index))
-            depth += 1
-        return tuple(tuple(sorted(step)) for step in steps)
+        return self._hops[backward]
+
+    def overlaps(self, rank: int, other: Plan) -> list[list[Range]]:
+        """For each rank of `other`, a plan of the same tokens: what it holds of `rank`'s shard.
+
+        As half-open ranges of positions in the shard here, in the order of the global tokens.
+        """
+        found: list[list[Range]] = [[] for _ in range(other.ranks)]
+        for f in self._owned(rank):
+            first = bisect_right(other._starts, f.start) - 1
+            for g in other.fragments[first:]:
+                if g.start >= f.stop:
+                    break
+                low, high = max(f.start, g.start), min(f.stop, g.stop)
+                found[g.rank].append((f.offset + low - f.start, f.offset + high - f.start))
+        return found
 
     def state_slots(self, backward: bool) -> int:
         """Slots a rank contributes to a padded all-gather of states: the most that any rank has."""
@@ -279,6 +282,12 @@ class Plan:
     @cached_property
     def _segments(self) -> dict[int, tuple[Segment, ...]]:
         return {}  # filled a rank at a time: a rank asks for its own, of many
+
+    @cached_property
+    def _hops(self) -> tuple[tuple[tuple[Hop, ...], ...], ...]:
+        return tuple(
+            tuple(map(tuple, _hops(self.fragments, backward))) for backward in (False, True)
+        )
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -394,6 +403,21 @@ def _fragments(cu: tuple[int, ...], shards: list[list[Range]]) -> tuple[Fragment
         Fragment(index, rank, start, stop, offset, _crossing(cu, start), _crossing(cu, stop))
         for index, (start, stop, rank, offset) in enumerate(sorted(merged))
     )
+
+
+def _hops(fragments: tuple[Fragment, ...], backward: bool) -> list[list[Hop]]:
+    steps: list[list[Hop]] = []
+    step = 0
+    for here, there in pairwise(fragments[::-1] if backward else fragments):
+        if not here.full:
+            step = 0
+        if (here.enters if backward else here.exits) is None or here.rank == there.rank:
+            continue
+        if step == len(steps):
+            steps.append([])
+        steps[step].append((here.index, there.index))
+        step += 1
+    return [sorted(hops) for hops in steps]
 
 
 def _crossing(cu: tuple[int, ...], edge: int) -> int | None:

@@ -13,7 +13,7 @@ from kda_cp.gates import (
     naive_kda_gate,
     naive_kda_lowerbound_gate,
 )
-from kda_cp.parallel import reduce_gradients, shard, unshard
+from kda_cp.parallel import reduce_gradients, reshard, shard, unshard
 
 __all__ = [
     "CPContext",
@@ -28,6 +28,7 @@ __all__ = [
     "naive_kda_gate",
     "naive_kda_lowerbound_gate",
     "reduce_gradients",
+    "reshard",
     "shard",
     "unshard",
 ]

@@ -22,6 +22,7 @@ from kda_cp.validation import (
     check_choice,
     check_flags,
     check_initial_state,
+    describe_call,
     make_settings,
 )
 
@@ -120,8 +121,10 @@ def chunk_kda(
     Note:
         With a context of several ranks, forward and backward are collective over its group: every
         rank calls, with the same options, under the same grad mode, and runs a backward through
-        its o (times 0 where it has no loss). Deterministic. Row n of initial_state is read, and
-        gets its gradient, on the rank that owns sequence n's first token.
+        its o (times 0 where it has no loss), even if it froze all its inputs. Unless the context
+        was built with `check="off"`, ranks that differ all raise the same error, which names one.
+        Deterministic. Row n of initial_state is read, and gets its gradient, on the rank that owns
+        sequence n's first token.
 
     Source: Kimi Linear (arXiv 2510.26692); the sharded form is derived in docs/algorithm.md.
 
@@ -136,47 +139,68 @@ def chunk_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 16]), torch.Size([2, 2, 16, 16]))
     """
+    arguments = dict(locals())  # what the other ranks must have been called with as well
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
-    settings = make_settings(
-        inputs,
-        scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        chunk_size=chunk_size,
-    )
-    check_flags(
-        output_final_state=output_final_state,
-        disable_recompute=disable_recompute,
-        return_intermediate_states=return_intermediate_states,
-        state_v_first=state_v_first,
-    )
-    impl = _choose_impl(impl, precision)
-    context = _context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
-    sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
-    check_initial_state(initial_state, inputs, sequences, state_v_first)
-    state = initial_state.mT if state_v_first and initial_state is not None else initial_state
-    final_state: Tensor | None
-    h: Tensor | None
-    if impl == "reference":
-        if context.size > 1:
+    error = None
+    try:
+        settings = make_settings(
+            inputs,
+            scale,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            safe_gate=safe_gate,
+            lower_bound=lower_bound,
+            chunk_size=chunk_size,
+        )
+        check_flags(
+            output_final_state=output_final_state,
+            disable_recompute=disable_recompute,
+            return_intermediate_states=return_intermediate_states,
+            state_v_first=state_v_first,
+        )
+        impl = _choose_impl(impl, precision)
+        context = _context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
+        if impl == "reference" and context.size > 1:
             raise ValueError(
                 f"impl: expected 'torch' or 'auto' for a context of {context.size} ranks, "
                 "got 'reference', which serves one"
             )
+        sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
+        check_initial_state(initial_state, inputs, sequences, state_v_first)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    recorded = torch.is_grad_enabled() and any(
+        getattr(x, "requires_grad", False) for x in (*inputs, initial_state)
+    )
+    training = recorded
+    if isinstance(cp_context, CPContext):
+        training = cp_context.agree(lambda: describe_call("chunk_kda", arguments), error, recorded)
+        if cp_context.check == "off" and cp_context.size > 1:
+            training = torch.is_grad_enabled()  # nobody knows what the others record
+    elif error is not None:
+        raise error
+    if training and not recorded:
+        # Another rank goes backward, which all do together: this one's o must lead there too.
+        inputs = inputs._replace(q=q.detach().requires_grad_())
+
+    state = initial_state.mT if state_v_first and initial_state is not None else initial_state
+    final_state: Tensor | None
+    h: Tensor | None
+    if impl == "reference":
         o, final_state, h = _reference(inputs, settings, state, context, chunk_size)
     else:
         call = Call(
             settings=settings,
             table=context.segment_table(batch=q.shape[0], chunk_size=chunk_size, device=q.device),
-            exchange=context.exchange(),
+            exchange=context.exchange_for(
+                heads=v.shape[2], key_dim=k.shape[3], value_dim=v.shape[3], batch=q.shape[0]
+            ),
             stages=eager,
             output_final_state=output_final_state,
             output_intermediate_states=return_intermediate_states,
-            training=torch.is_grad_enabled(),
+            training=training,
             keep_terms=disable_recompute,
         )
         o, final_state, h = ChunkKDA.apply(call, state, *inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ class ChunkKDA(torch.autograd.Function):
         if call.training:
             saved = outputs.saved
             ctx.call = call
-            ctx.transition_indices = saved.transitions.indices
-            ctx.save_for_backward(*inputs, saved.entry, saved.transitions.A, *(saved.terms or ()))
+            ctx.transition_indices = [kept.indices for kept in saved.transitions]
+            transitions = (kept.A for kept in saved.transitions)
+            ctx.save_for_backward(*inputs, saved.entry, *transitions, *(saved.terms or ()))
         return outputs.o, outputs.final_state, outputs.h
 
     @staticmethod
@@ -47,15 +49,15 @@ class ChunkKDA(torch.autograd.Function):
                 "chunk_kda: a gradient of its gradient is not available; "
                 "expected a backward without create_graph=True"
             )
-        count = len(Inputs._fields)
-        tensors = ctx.saved_tensors
-        entry, A, *terms = tensors[count:]
-        saved = Saved(
-            entry,
-            Transitions(ctx.transition_indices, A),
-            ChunkTerms(*terms) if terms else None,
+        tensors = iter(ctx.saved_tensors)
+        inputs = Inputs(*islice(tensors, len(Inputs._fields)))
+        entry = next(tensors)
+        transitions = tuple(
+            Transitions(indices, next(tensors)) for indices in ctx.transition_indices
         )
-        grads, dinitial = pipeline.backward(ctx.call, Inputs(*tensors[:count]), saved, do, dfinal)
+        terms = tuple(tensors)
+        saved = Saved(entry, transitions, ChunkTerms(*terms) if terms else None)
+        grads, dinitial = pipeline.backward(ctx.call, inputs, saved, do, dfinal)
         wanted = ctx.needs_input_grad[1:]
         return (
             None,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_cp.comm.collectives import all_gather_object
-from kda_cp.comm.exchange import AllGatherExchange
+from kda_cp import platform
+from kda_cp.comm.agreement import Agreement, agreement_of
+from kda_cp.comm.exchange import Exchange
 from kda_cp.comm.plan import Plan, make_plan
+from kda_cp.comm.selection import EXCHANGES, choose_exchange
 from kda_cp.segments import SegmentTable
 
-EXCHANGES = ("auto", "all_gather")
+CHECKS = ("always", "off")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,12 +39,20 @@ class CPContext:
         group: the context-parallel group, None for a single rank.
         rank: this process's rank in the group.
         dense: whether the batch is rows of one length instead of one packed row.
+        exchange: how states travel, as asked for: "auto", "all_gather", "ring" or "all_to_all".
+        check: whether ranks compare their arguments before every call: "always" or "off".
+        ranks_per_node: the most ranks of the group on one machine.
     """
 
     plan: Plan
     group: dist.ProcessGroup | None
     rank: int
     dense: bool
+    exchange: str = "auto"
+    check: str = "always"
+    ranks_per_node: int = 1
+    _agreement: Agreement | None = field(default=None, repr=False)
+    _exchanges: dict[str, Exchange] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[tuple[int, int, torch.device], SegmentTable] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -85,9 +97,62 @@ class CPContext:
         """Rank that writes row `sequence` of `final_state`: it owns the last token."""
         return self.plan.final_state_owner(sequence)
 
-    def exchange(self) -> AllGatherExchange:
-        """The exchange of states over the group."""
-        return AllGatherExchange(self.plan, self.rank, self.group)
+    def exchange_for(self, *, heads: int, key_dim: int, value_dim: int, batch: int = 1) -> Exchange:
+        """The exchange of states over the group, for states [batch, heads, key_dim, value_dim].
+
+        Where `exchange` is "auto", `comm.selection.choose_exchange` picks the algorithm.
+        """
+        name = self.exchange
+        if name == "auto":
+            name = choose_exchange(
+                ranks=self.size,
+                ranks_per_node=self.ranks_per_node,
+                heads=heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                batch=batch,
+            )
+        if name not in self._exchanges:
+            self._exchanges[name] = EXCHANGES[name](self.plan, self.rank, self.group)
+        return self._exchanges[name]
+
+    def agree(
+        self,
+        describe: Callable[[], Mapping[str, str]],
+        error: Exception | None = None,
+        wants_gradient: bool = False,
+    ) -> bool:
+        """Compare a call with the other ranks' before it communicates.
+
+        Collective with `check="always"` and several ranks; otherwise this rank speaks for all.
+
+        Args:
+            describe: gives a description of each argument that must be alike on all ranks.
+            error: what this rank has to object to its own call.
+            wants_gradient: whether this rank's call will be differentiated.
+
+        Returns:
+            Whether any rank's call will be differentiated.
+
+        Raises:
+            ValueError, NotImplementedError: ranks disagree or one objects; on all ranks the same.
+        """
+        if self._agreement is None or self.check == "off":
+            if error is not None:
+                raise error
+            return wants_gradient
+        claim = {} if error is not None else {**describe(), "cp_context": self.claim}
+        return self._agreement.check(claim, error, wants_gradient)
+
+    @cached_property
+    def claim(self) -> str:
+        """What must be alike in the contexts that the ranks of a call were given."""
+        plan = self.plan
+        digest = _digest((plan.cu_seqlens, plan.fragments, self.dense))
+        return (
+            f"{plan.num_tokens} tokens, {self.num_sequences} sequences, {plan.layout}, "
+            f"exchange {self.exchange} ({digest})"
+        )
 
     def segment_table(self, *, batch: int, chunk_size: int, device: torch.device) -> SegmentTable:
         """Index tables of the local segments; made once for each shape of call."""
@@ -112,6 +177,7 @@ def build_cp_context(
     fragments: Sequence[Sequence[tuple[int, int]]] | None = None,
     num_tokens: int | None = None,
     exchange: str = "auto",
+    check: str = "always",
     cu_seqlens_cpu: Tensor | None = None,
 ) -> CPContext:
     """Lay one global batch out over the ranks of a group.
@@ -130,7 +196,15 @@ def build_cp_context(
         fragments: an explicit table instead of a layout: for each rank a list of half-open
             global (start, stop) in the order of its shard. Together they cover every token once.
         num_tokens: tokens of the whole stream, where it goes on past cu_seqlens[-1] (padding).
-        exchange: how states travel. "auto" and "all_gather" are the same here.
+        exchange: how states travel between ranks; the results are equal up to rounding.
+            "all_gather" is quickest between few, closely connected ranks; "ring" receives and
+            keeps least, and takes P - 1 steps; "all_to_all" receives the same for any number of
+            ranks, in two steps. "auto" chooses for each call by the number of ranks, how many of
+            them share a machine, and the size of a state (`kda_cp.comm.selection`).
+        check: "always": before every call the ranks compare their arguments on the host, so that a
+            mistake on one rank is the same error on all of them, and a rank whose inputs are all
+            frozen takes part in the backward. "off" saves that time and leaves a disagreement to
+            the group's timeout, or to wrong results.
         cu_seqlens_cpu: a copy of a cu_seqlens that lies on a GPU; saves a synchronisation.
 
     Returns:
@@ -154,19 +228,37 @@ def build_cp_context(
     dense = isinstance(cu_seqlens, int)
     try:
         boundaries = read_cu_seqlens(cu_seqlens, cu_seqlens_cpu)
-        if exchange not in EXCHANGES:
-            raise ValueError(f"exchange: expected one of {EXCHANGES}, got {exchange!r}")
+        for name, value, choices in (
+            ("exchange", exchange, ("auto", *EXCHANGES)),
+            ("check", check, CHECKS),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
         plan = make_plan(
             boundaries, ranks, layout=layout, fragments=fragments, num_tokens=num_tokens
         )
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
+    agreement, ranks_per_node = None, 1
     if process_group is not None and ranks > 1:
-        _agree(plan, dense, error, process_group)
+        agreement = agreement_of(process_group)
+        claim = {}
+        if plan is not None:
+            claim = {
+                "call": "build_cp_context",
+                "cu_seqlens": f"rows of {boundaries[-1]}" if dense else _brief(plan.cu_seqlens),
+                "num_tokens": str(plan.num_tokens),
+                "layout": plan.layout,
+                "fragments": _brief(tuple((f.rank, f.start, f.stop) for f in plan.fragments)),
+                "exchange": exchange,
+                "check": check,
+            }
+        reports = agreement.compare(claim, error, platform.machine)
+        ranks_per_node = max(Counter(report.node for report in reports).values())
     elif error is not None:
         raise error
     assert plan is not None
-    return CPContext(plan, process_group, rank, dense)
+    return CPContext(plan, process_group, rank, dense, exchange, check, ranks_per_node, agreement)
 
 
 def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) -> list[int]:
@@ -239,21 +331,12 @@ def _resolve_group(
     return group, rank, dist.get_world_size(group)
 
 
-def _agree(
-    plan: Plan | None, dense: bool, error: Exception | None, group: dist.ProcessGroup
-) -> None:
-    """Raise the same ValueError on every rank unless all of them made the same plan."""
-    digest = None
-    if plan is not None:
-        fields = (plan.cu_seqlens, plan.num_tokens, plan.fragments, dense)
-        digest = hashlib.sha256(repr(fields).encode()).hexdigest()
-    reports = all_gather_object((None if error is None else str(error), digest), group)
-    for rank, (text, _) in enumerate(reports):
-        if text is not None:
-            raise ValueError(f"rank {rank}: {text}")
-    for rank, report in enumerate(reports):
-        if report != reports[0]:
-            raise ValueError(
-                f"cu_seqlens, layout, fragments and num_tokens: expected the same on every rank, "
-                f"but rank {rank} was given others than rank 0; cu_seqlens are the global ones"
-            )
+def _brief(values: Sequence[object]) -> str:
+    """A sequence in words: all of it if it is short, else enough to tell it from others."""
+    if len(values) <= 16:
+        return str(list(values))
+    return f"{values[:3]} ... {values[-1]}, {len(values)} in all ({_digest(values)})"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

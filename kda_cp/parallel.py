@@ -1,13 +1,13 @@
 """Tokens between the global stream and the shards, and gradients of replicated parameters.
 
-The convention everywhere: the total loss is the sum over ranks of their losses. So `shard` and
-`unshard` have their true adjoints as backward, and the gradient of a parameter that every rank
-holds is the sum of the ranks' gradients (`reduce_gradients`).
+The convention everywhere: the total loss is the sum over ranks of their losses. So `shard`,
+`unshard` and `reshard` have their true adjoints as backward, and the gradient of a parameter that
+every rank holds is the sum of the ranks' gradients (`reduce_gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def shard(x: Tensor, cp_context: CPContext, dim: int = 1) -> Tensor:
         No communication. Its backward pads with zeros: the gradient of a global tensor on each
         rank holds the part of that rank's tokens.
     """
-    _expect_context(cp_context)
+    _expect_context("cp_context", cp_context)
     _expect_tokens(x, cp_context.plan.num_tokens, dim, "global")
     return torch.cat(
         [x.narrow(dim, 0, 0)]
@@ -57,15 +57,63 @@ def unshard(x: Tensor, cp_context: CPContext, dim: int = 1) -> Tensor:
         The same shape with the global number of tokens along `dim`, in global order.
 
     Raises:
-        ValueError: `dim` has another length; x or the context is something else.
+        ValueError: `dim` has another length, x or the context is something else, or ranks differ
+            (on every rank the same error, unless the context was built with `check="off"`).
 
     Note:
         Collective over the group, forward and backward. The backward sums the gradients of all
         ranks and gives each its own tokens, so the same loss on every rank counts P times.
     """
-    _expect_context(cp_context)
-    _expect_tokens(x, cp_context.num_tokens, dim, "local")
+    _expect_context("cp_context", cp_context)
+    x = _agree_on_tokens("unshard", x, dim, cp_context)
     moved: Tensor = _Unshard.apply(x.movedim(dim, 0), cp_context)
+    return moved.movedim(0, dim)
+
+
+def reshard(x: Tensor, from_context: CPContext, to_context: CPContext, dim: int = 1) -> Tensor:
+    """Move the tokens of one layout to the ranks and places of another.
+
+    So that, say, a layer may be contiguous and the next one zigzag.
+
+    Args:
+        x: any shape, with the number of tokens of this rank's shard in `from_context` along `dim`;
+            alike on the ranks otherwise.
+        from_context: the layout that x has.
+        to_context: the layout wanted: of the same number of global tokens, over the same group.
+        dim: the token dimension.
+
+    Returns:
+        The same shape with the number of tokens of this rank's shard in `to_context` along `dim`.
+
+    Raises:
+        ValueError: `dim` has another length, x or a context is something else, the contexts do not
+            go together, or ranks differ (on every rank the same error, unless `from_context` was
+            built with `check="off"`).
+
+    Note:
+        Collective over the group, forward and backward: one all-to-all each. The backward is the
+        same move the other way, which is its exact adjoint.
+
+    Example:
+        >>> import torch
+        >>> from kda_cp import build_cp_context
+        >>> contiguous = build_cp_context([0, 4, 10], None)  # or a process group
+        >>> turned = build_cp_context([0, 4, 10], None, fragments=[[(5, 10), (0, 5)]])
+        >>> reshard(torch.arange(10), contiguous, turned, dim=0)
+        tensor([5, 6, 7, 8, 9, 0, 1, 2, 3, 4])
+    """
+    _expect_context("from_context", from_context)
+    _expect_context("to_context", to_context)
+    error = None
+    for what, a, b in (
+        ("global tokens", from_context.plan.num_tokens, to_context.plan.num_tokens),
+        ("ranks", from_context.size, to_context.size),
+        ("group", from_context.group, to_context.group),
+    ):
+        if a != b and error is None:
+            error = ValueError(f"to_context: expected the {what} of from_context, {a}, got {b}")
+    x = _agree_on_tokens("reshard", x, dim, from_context, to_context, error)
+    moved: Tensor = _Reshard.apply(x.movedim(dim, 0), from_context, to_context)
     return moved.movedim(0, dim)
 
 
@@ -80,18 +128,27 @@ def reduce_gradients(parameters: Tensor | Iterable[Tensor], cp_context: CPContex
         cp_context: the layout, for its group.
 
     Raises:
-        ValueError: the parameters or the context are something else.
+        ValueError: the parameters or the context are something else, or ranks differ (on every
+            rank the same error, unless the context was built with `check="off"`).
 
     Note:
         Collective over the group: one all-reduce for each dtype and device.
     """
-    _expect_context(cp_context)
+    _expect_context("cp_context", cp_context)
+    error, chosen = None, []
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    if not isinstance(parameters, Iterable) or isinstance(parameters, Mapping):
+    if isinstance(parameters, Iterable) and not isinstance(parameters, Mapping):
+        chosen = [p for p in parameters if p.requires_grad]
+    else:
         came = type(parameters).__name__
-        raise ValueError(f"parameters: expected tensors, as model.parameters(), got {came}")
-    chosen = [p for p in parameters if p.requires_grad]
+        error = ValueError(f"parameters: expected tensors, as model.parameters(), got {came}")
+
+    def describe() -> dict[str, str]:
+        shapes = [f"{p.dtype} {list(p.shape)} on {p.device.type}" for p in chosen]
+        return {"call": "reduce_gradients", "parameters": "; ".join(shapes)}
+
+    cp_context.agree(describe, error)
     if cp_context.group is None:
         return
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -140,22 +197,84 @@ class _Unshard(torch.autograd.Function):
         return parts.sum(0, dtype=wide).to(grad.dtype), None
 
 
+class _Reshard(torch.autograd.Function):
+    """[tokens of one shard, ...] to [tokens of another, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, from_context: CPContext, to_context: CPContext) -> Tensor:
+        ctx.contexts = from_context, to_context
+        return _move(x, from_context, to_context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        from_context, to_context = ctx.contexts
+        return _move(grad, to_context, from_context), None, None
+
+
+def _move(x: Tensor, source: CPContext, target: CPContext) -> Tensor:
+    """Send each token to the rank that holds it in the target; two ranks list theirs alike."""
+    leaving = source.plan.overlaps(source.rank, target.plan)
+    arriving = target.plan.overlaps(target.rank, source.plan)
+    sent = x[_positions(leaving, x.device)]
+    if source.group is None:
+        received = sent
+    else:
+        sends, receives = (
+            [sum(b - a for a, b in rank) for rank in ranks] for ranks in (leaving, arriving)
+        )
+        received = start_all_to_all(sent, sends, receives, source.group).wait()
+    moved = x.new_empty((target.num_tokens, *x.shape[1:]))
+    moved[_positions(arriving, x.device)] = received
+    return moved
+
+
+def _positions(ranges: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> Tensor:
+    """[n] int64: the positions in all ranges of all ranks, one after the other."""
+    pieces = [torch.arange(a, b, device="cpu") for rank in ranges for a, b in rank]
+    return torch.cat([torch.arange(0, device="cpu"), *pieces]).to(device)
+
+
 def _global_order(context: CPContext, device: torch.device) -> Tensor:
     """[T] int64: where each global token lies in the concatenation of all shards."""
-    tokens = [
-        torch.arange(start, stop, device="cpu")
-        for rank in range(context.size)
-        for start, stop in context.plan.ranges(rank)
-    ]
-    position = torch.cat([torch.arange(0, device="cpu"), *tokens])
-    return torch.argsort(position).to(device)
+    position = _positions([context.plan.ranges(rank) for rank in range(context.size)], device)
+    return torch.argsort(position)
 
 
-def _expect_context(cp_context: CPContext) -> None:
-    if not isinstance(cp_context, CPContext):
-        raise ValueError(
-            f"cp_context: expected a context from build_cp_context, got {type(cp_context).__name__}"
-        )
+def _agree_on_tokens(
+    call: str,
+    x: Tensor,
+    dim: int,
+    context: CPContext,
+    target: CPContext | None = None,
+    error: Exception | None = None,
+) -> Tensor:
+    """Check x, compare the call with the other ranks' and return what the call computes with.
+
+    That is x, but with a gradient of its own where another rank's x needs one: its backward is
+    collective.
+    """
+    try:
+        _expect_tokens(x, context.num_tokens, dim, "local")
+    except ValueError as caught:
+        error = caught
+
+    def describe() -> dict[str, str]:
+        shape = ["T" if n == dim % x.dim() else d for n, d in enumerate(x.shape)]
+        words = {"call": call, "x": f"{x.dtype} [{', '.join(map(str, shape))}] on {x.device.type}"}
+        words["grad mode"] = str(torch.is_grad_enabled())
+        return words if target is None else {**words, "to_context": target.claim}
+
+    recorded = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    if context.agree(describe, error, recorded) and not recorded:
+        return x.detach().requires_grad_()
+    return x
+
+
+def _expect_context(name: str, context: CPContext) -> None:
+    if not isinstance(context, CPContext):
+        came = type(context).__name__
+        raise ValueError(f"{name}: expected a context from build_cp_context, got {came}")
 
 
 def _expect_tokens(x: Tensor, expected: int, dim: int, which: str) -> None:

@@ -7,6 +7,9 @@ once, with no communication.
 Forward: terms -> maps -> exchange starts -> fresh segments -> exchange ends -> entered segments.
 Backward: terms and states again -> adjoint maps -> exchange starts -> closed segments -> exchange
 ends -> exiting segments -> gradients of the terms.
+
+An exchange may ask for the heads in parts. Then the maps of one part are computed while those of
+the part before travel, and its entered segments while those of the next do.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kda_cp.comm.exchange import AllGatherExchange, Transitions
+from kda_cp.comm.exchange import Exchange, Transitions
+from kda_cp.comm.layout import pieces
 from kda_cp.platform import exact_products
 from kda_cp.segments import SegmentTable, Walk
 from kda_cp.stages import ChunkTerms, Inputs, Settings, Stages
@@ -29,12 +33,12 @@ class Call:
 
     settings: Settings
     table: SegmentTable
-    exchange: AllGatherExchange
+    exchange: Exchange
     stages: Stages
     output_final_state: bool
     output_intermediate_states: bool
     training: bool
-    """Whether a backward may follow; the same on every rank."""
+    """Whether a backward may follow on any rank; the same on all of them."""
     keep_terms: bool
     """Whether the forward's chunk terms are kept for the backward instead of computed again."""
 
@@ -44,7 +48,8 @@ class Saved(NamedTuple):
 
     entry: Tensor
     """[instances, HV, K, V] entry state of every local segment"""
-    transitions: Transitions
+    transitions: tuple[Transitions, ...]
+    """for each part of the heads"""
     terms: ChunkTerms | None
 
 
@@ -96,22 +101,35 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
         instances, rows = table.starting
         entry[instances] = initial_state[rows]
 
-    b_reset = stages.walk_state(table.reset_maps, terms, entry[table.reset_maps.instances])
-    b_full, A_full = stages.walk_maps(table.full_maps, terms)
-    b = _select((table.reset_maps, b_reset), (table.full_maps, b_full), wanted=table.exited_slots)
-    A = _select((table.full_maps, A_full), wanted=table.full_slots)
-    pending = call.exchange.start_entry(
-        _by_slot(b, table.batch), _by_slot(A, table.batch), call.training, stages.fold
-    )
+    parts = [(heads, terms.of_heads(heads)) for heads in _parts(call.exchange, state[0])]
+    pending = []
+    for heads, part in parts:
+        resets = entry[table.reset_maps.instances, heads]
+        b_reset = stages.walk_state(table.reset_maps, part, resets)
+        b_full, A = stages.walk_maps(table.full_maps, part)
+        b = _select(
+            (table.reset_maps, b_reset), (table.full_maps, b_full), wanted=table.exited_slots
+        )
+        A = _select((table.full_maps, A), wanted=table.full_slots)
+        slots = _by_slot(b, table.batch), _by_slot(A, table.batch)
+        pending.append(call.exchange.start_entry(*slots, call.training, stages.fold))
 
     values = new_zeros((*terms.u.shape,))
     h = new_zeros((table.chunks, *state)) if call.output_intermediate_states else None
     exit_fresh = stages.walk_state(table.fresh, terms, entry[table.fresh.instances], o=values, h=h)
-    entry_slots, transitions = pending.wait()
-    entry[table.entered_slots] = entry_slots.flatten(0, 1)
-    exit_entered = stages.walk_state(
-        table.entered, terms, entry[table.entered.instances], o=values, h=h
-    )
+    exit_entered = entry.new_empty((table.entered.size, *state))
+    kept = []
+    for (heads, part), exchanged in zip(parts, pending, strict=True):
+        entry_slots, transitions = exchanged.wait()
+        kept.append(transitions)
+        entry[table.entered_slots, heads] = entry_slots.flatten(0, 1)
+        exit_entered[:, heads] = stages.walk_state(
+            table.entered,
+            part,
+            entry[table.entered.instances, heads],
+            o=values[:, heads],
+            h=None if h is None else h[:, heads],
+        )
 
     final_state = None
     if call.output_final_state:
@@ -126,7 +144,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
         o=stages.scatter_values(values, table, inputs.v.dtype),
         final_state=final_state,
         h=None if h is None else h.view(table.batch, table.chunks_per_row, *state),
-        saved=Saved(entry, transitions, terms if call.keep_terms else None),
+        saved=Saved(entry, tuple(kept), terms if call.keep_terms else None),
     )
 
 
@@ -148,20 +166,29 @@ def _backward(
         instances, rows = table.ending
         dexit[instances] = dfinal[rows]
     # Adjoint maps: what reaches the entry states if nothing comes from later fragments.
-    c = stages.walk_state_back(table.entered, terms, dvalues, dexit[table.entered.instances])
-    c = _select((table.entered, c), wanted=table.entered_slots)
-    pending = call.exchange.start_exit_gradient(
-        _by_slot(c, table.batch), saved.transitions, stages.fold_adjoint
-    )
+    parts = [(heads, terms.of_heads(heads)) for heads in _parts(call.exchange, entry.shape[1])]
+    pending = []
+    for (heads, part), transitions in zip(parts, saved.transitions, strict=True):
+        dwalked = dexit[table.entered.instances, heads]
+        c = stages.walk_state_back(table.entered, part, dvalues[:, heads], dwalked)
+        c = _by_slot(_select((table.entered, c), wanted=table.entered_slots), table.batch)
+        pending.append(call.exchange.start_exit_gradient(c, transitions, stages.fold_adjoint))
 
     dv_new, dh = torch.empty_like(terms.u), torch.empty_like(h)
     dentry_closed = stages.walk_state_back(
         table.closed, terms, dvalues, dexit[table.closed.instances], dv_new=dv_new, dh=dh
     )
-    dexit[table.exited_slots] = pending.wait().flatten(0, 1)
-    dentry_exiting = stages.walk_state_back(
-        table.exiting, terms, dvalues, dexit[table.exiting.instances], dv_new=dv_new, dh=dh
-    )
+    dentry_exiting = entry.new_empty((table.exiting.size, *entry.shape[1:]))
+    for (heads, part), exchanged in zip(parts, pending, strict=True):
+        dexit[table.exited_slots, heads] = exchanged.wait().flatten(0, 1)
+        dentry_exiting[:, heads] = stages.walk_state_back(
+            table.exiting,
+            part,
+            dvalues[:, heads],
+            dexit[table.exiting.instances, heads],
+            dv_new=dv_new[:, heads],
+            dh=dh[:, heads],
+        )
 
     dinitial = entry.new_zeros((table.num_states, *entry.shape[1:]))
     instances, rows = table.starting
@@ -172,6 +199,12 @@ def _backward(
         dinitial[table.passing] = dfinal[table.passing]
     grads = stages.chunk_terms_back(inputs, table, call.settings, terms, h, dvalues, dv_new, dh)
     return grads, dinitial
+
+
+def _parts(exchange: Exchange, value_heads: int) -> list[slice]:
+    """The heads that are exchanged together; all of them where nothing travels."""
+    count = min(exchange.parts, value_heads) if exchange.plan.exchanges_states else 1
+    return [slice(*piece) for piece in pieces(value_heads, count)]
 
 
 def _select(*walked: tuple[Walk, Tensor], wanted: Tensor) -> Tensor:

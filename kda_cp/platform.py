@@ -11,12 +11,15 @@ and kept for the life of the process, so importing this module probes nothing an
 | `IS_NVIDIA`, `IS_AMD`, `IS_INTEL` | bool | `device_platform` is that vendor's |
 | `IS_NVIDIA_HOPPER` | bool | compute capability 9.x |
 | `IS_NVIDIA_BLACKWELL` | bool | compute capability 10.x, 11.x or 12.x |
+| `machine` | str | a name that processes share exactly if they run on one machine |
 
 The two architecture flags ask for the capability of the current device, once.
 """
 
 from __future__ import annotations
 
+import pathlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,6 +36,7 @@ __all__ = [
     "device",
     "device_platform",
     "exact_products",
+    "machine",
 ]
 
 # Declared for type checkers and computed by `__getattr__`.
@@ -43,6 +47,7 @@ IS_NVIDIA_HOPPER: bool
 IS_NVIDIA_BLACKWELL: bool
 IS_AMD: bool
 IS_INTEL: bool
+machine: str
 
 
 def _find_device() -> str:
@@ -65,6 +70,13 @@ def _is_nvidia_generation(*majors: int) -> bool:
     return bool(_answer("IS_NVIDIA")) and torch.cuda.get_device_capability()[0] in majors
 
 
+def _find_machine() -> str:
+    try:  # containers of one machine have names of their own, and one kernel
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 _QUESTIONS: Final[dict[str, Callable[[], str | bool]]] = {
     "device": _find_device,
     "device_platform": _find_platform,
@@ -73,6 +85,7 @@ _QUESTIONS: Final[dict[str, Callable[[], str | bool]]] = {
     "IS_NVIDIA_BLACKWELL": lambda: _is_nvidia_generation(10, 11, 12),
     "IS_AMD": lambda: _answer("device_platform") == "amd",
     "IS_INTEL": lambda: _answer("device_platform") == "intel",
+    "machine": _find_machine,
 }
 _answers: dict[str, str | bool] = {}
 

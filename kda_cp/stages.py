@@ -67,6 +67,10 @@ class ChunkTerms(NamedTuple):
     decay: Tensor
     """[NC, HV, K] exp of the chunk's summed log decay"""
 
+    def of_heads(self, heads: slice) -> ChunkTerms:
+        """The terms of some value heads, as views."""
+        return ChunkTerms(*(x[:, heads] for x in self))
+
 
 class Stages(Protocol):
     """One implementation of the stages, forward then backward."""

@@ -8,6 +8,7 @@ are checked under `torch.autograd.set_detect_anomaly`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
@@ -189,6 +190,25 @@ def make_settings(
         sigmoid_beta=use_beta_sigmoid_in_kernel,
         beta_factor=2.0 if allow_neg_eigval else 1.0,
     )
+
+
+def describe_call(name: str, arguments: Mapping[str, object]) -> dict[str, str]:
+    """What ranks that make one call together must have in common, in words.
+
+    Left out are the number of tokens, what the context says for itself, and `initial_state`, which
+    only the ranks that read a row of it need to give.
+    """
+    words = {"call": name, "grad mode": str(torch.is_grad_enabled())}
+    for argument, value in arguments.items():
+        if argument in ("cp_context", "initial_state"):
+            continue
+        if isinstance(value, Tensor):
+            shape = ["T" if n == 1 and value.dim() > 2 else d for n, d in enumerate(value.shape)]
+            shown = ", ".join(map(str, shape))
+            words[argument] = f"{value.dtype} [{shown}] on {value.device.type}"
+        else:
+            words[argument] = repr(value)
+    return words
 
 
 def _check_log_decay(g: Tensor, lower_bound: float | None) -> None:

@@ -64,7 +64,7 @@ ROWS: Mapping[str, Row] = {
     "validation": Row(own=("stages",)),
     "eager": Row(own=("comm", "comm.affine", "gates", "segments", "stages", "platform")),
     "recurrent": Row(own=("gates", "segments", "stages", "platform")),
-    "context": Row(own=("comm.*", "segments"), distributed=True),
+    "context": Row(own=("comm.*", "platform", "segments"), distributed=True),
     "pipeline": Row(own=("comm.*", "segments", "stages", "platform")),
     "autograd": Row(own=("comm.exchange", "stages", "pipeline")),
     "parallel": Row(own=("comm.*", "context")),

@@ -201,7 +201,8 @@ def run(
         inputs: tensors by argument name.
         upstream: gradients of o and final_state; a missing one means that no gradient comes that
             way. The final state is asked for where a gradient of it is given.
-        wanted: the inputs that require a gradient; None means all. Empty runs no backward.
+        wanted: the inputs that require a gradient; None means all. Where none does, the backward
+            runs only if o requires one all the same, as over ranks of which another's inputs do.
         **options: further keywords of the operator.
     """
     names = list(inputs if wanted is None else wanted)
@@ -210,14 +211,18 @@ def run(
     outputs = operator(**leaves, **options)
     results = dict(zip(("o", "final_state", "h"), outputs, strict=False))
     results = {name: x for name, x in results.items() if x is not None}
+    ends = [results[name] for name in upstream]
+    dends = [dy.to(results[name].dtype) for name, dy in upstream.items()]
     if names:
         grads = torch.autograd.grad(
-            [results[name] for name in upstream],
+            ends,
             [leaves[name] for name in names],
-            [dy.to(results[name].dtype) for name, dy in upstream.items()],
+            dends,
             materialize_grads=True,  # the final state does not depend on q
         )
         results |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+    elif results["o"].requires_grad:
+        torch.autograd.backward(ends, dends)
     return {name: x.detach() for name, x in results.items()}
 
 

@@ -1,4 +1,4 @@
-"""The exchange gives every fragment the fold of all maps before it, and its adjoint, on gloo ranks.
+"""Every exchange gives a fragment the fold of all maps before it, and its adjoint, on gloo ranks.
 
 The judge folds the maps of one sequence one after the other in one process.
 """
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kda_cp.comm import affine
-from kda_cp.comm.exchange import AllGatherExchange, Pending, Transitions
+from kda_cp.comm.exchange import Pending, Transitions
 from kda_cp.comm.plan import make_plan
+from kda_cp.comm.selection import EXCHANGES
 from kda_cp.testing.collectives import count_collectives
 
 B, HV, K, V = 2, 3, 4, 5
@@ -40,7 +41,7 @@ def draw_maps(plan, seed):
     return draw(K, V), draw(K, K), draw(K, V)
 
 
-def exchange_both_ways(group, cu_seqlens, ranks, options):
+def exchange_both_ways(group, algorithm, cu_seqlens, ranks, options):
     rank = group.rank()
     plan = make_plan(cu_seqlens, ranks, **options)
     b, A, c = draw_maps(plan, seed=5)
@@ -48,7 +49,7 @@ def exchange_both_ways(group, cu_seqlens, ranks, options):
     def pick(x, fragments):
         return x[[f.index for f in fragments]]
 
-    exchange = AllGatherExchange(plan, rank, group)
+    exchange = EXCHANGES[algorithm](plan, rank, group)
     with count_collectives() as forward:
         entry, kept = exchange.start_entry(
             pick(b, plan.exited(rank)), pick(A, plan.full(rank)), True, affine.apply
@@ -60,8 +61,9 @@ def exchange_both_ways(group, cu_seqlens, ranks, options):
     return entry, dexit, forward.by_name, backward.by_name, forward.bytes_sent, backward.bytes_sent
 
 
+@pytest.mark.parametrize("algorithm", EXCHANGES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_entry_states_and_exit_gradients_equal_the_serial_fold(ranks, name):
+def test_entry_states_and_exit_gradients_equal_the_serial_fold(ranks, name, algorithm):
     cu_seqlens, P, options = LAYOUTS[name]
     plan = make_plan(cu_seqlens, P, **options)
     b, A, c = draw_maps(plan, seed=5)
@@ -79,7 +81,7 @@ def test_entry_states_and_exit_gradients_equal_the_serial_fold(ranks, name):
                 gradient = A[f.index].mT @ dexit[f.index] + gradient
             dexit[f.index - 1] = gradient
 
-    results = ranks.run(exchange_both_ways, cu_seqlens, P, options, ranks=P)
+    results = ranks.run(exchange_both_ways, algorithm, cu_seqlens, P, options, ranks=P)
     for rank, (got_entry, got_dexit, *_) in enumerate(results):
         entered, exited = plan.entered(rank), plan.exited(rank)
         assert len(got_entry) == len(entered) and len(got_dexit) == len(exited)
@@ -89,33 +91,43 @@ def test_entry_states_and_exit_gradients_equal_the_serial_fold(ranks, name):
             torch.testing.assert_close(got_dexit[slot], dexit[f.index], rtol=1e-12, atol=1e-12)
 
 
-GATHER, SEND = "all_gather", "all_to_all"
+GATHER, SEND, HOP = "all_gather", "all_to_all", "hop"
 
 
 @pytest.mark.parametrize(
-    ("name", "forward", "backward"),
+    ("name", "algorithm", "forward", "backward"),
     [
-        ("one sequence, 2 ranks", [GATHER], [GATHER]),  # nobody needs an A
-        ("one sequence, 4 ranks", [GATHER, SEND], [GATHER]),  # the A of the forward is reused
-        ("documents, 4 ranks", [GATHER], [GATHER]),  # no document spans a whole shard
-        ("edge on a document", [], []),  # nothing crosses
+        ("one sequence, 2 ranks", "all_gather", [GATHER], [GATHER]),  # nobody needs an A
+        ("one sequence, 4 ranks", "all_gather", [GATHER, SEND], [GATHER]),  # which keeps the A
+        ("documents, 4 ranks", "all_gather", [GATHER], [GATHER]),  # no document spans a shard
+        ("one sequence, 4 ranks", "all_to_all", [SEND, SEND], [SEND, SEND]),
+        *[("edge on a document", algorithm, [], []) for algorithm in EXCHANGES],
     ],
 )
-def test_collectives_are_those_that_somebody_needs(ranks, name, forward, backward):
+def test_collectives_are_those_that_somebody_needs(ranks, name, algorithm, forward, backward):
     cu_seqlens, P, options = LAYOUTS[name]
-    for result in ranks.run(exchange_both_ways, cu_seqlens, P, options, ranks=P):
-        kinds = [sorted(kind_of(c) for c in calls) for calls in result[2:4]]
+    for result in ranks.run(exchange_both_ways, algorithm, cu_seqlens, P, options, ranks=P):
+        kinds = [sorted(kind_of(c) for c in calls.elements()) for calls in result[2:4]]
         assert kinds == [sorted(forward), sorted(backward)]
-        assert all(count == 1 for calls in result[2:4] for count in calls.values())
+
+
+def test_a_rank_takes_part_in_its_own_hops_of_a_ring_alone(ranks):
+    cu_seqlens, P, options = LAYOUTS["one sequence, 4 ranks"]
+    results = ranks.run(exchange_both_ways, "ring", cu_seqlens, P, options, ranks=P)
+    for _, _, forward, backward, *_ in results:
+        assert forward == backward and {kind_of(c) for c in forward} == {HOP}
+    assert [sum(result[2].values()) for result in results] == [1, 2, 2, 1]
 
 
 def kind_of(collective: str) -> str:
+    if collective == "batch_isend_irecv":
+        return HOP
     return SEND if collective.startswith("all_to_all") else GATHER
 
 
 def test_inference_sends_fewer_transitions_than_training(ranks):
     cu_seqlens, P, options = LAYOUTS["one sequence, 4 ranks"]
-    training = ranks.run(exchange_both_ways, cu_seqlens, P, options, ranks=P)
+    training = ranks.run(exchange_both_ways, "all_gather", cu_seqlens, P, options, ranks=P)
     # Rank 1's A serves ranks 2 and 3 forward, and rank 0 only backward.
     plan = make_plan(cu_seqlens, P, **options)
     assert [len(plan.transition_sends(1, to, False)) for to in range(4)] == [0, 0, 1, 1]
@@ -132,8 +144,9 @@ def test_waiting_twice_raises():
         pending.wait()
 
 
-def test_wrong_slots_raise():
-    exchange = AllGatherExchange(make_plan([0, 8], 1), 0, None)
+@pytest.mark.parametrize("algorithm", EXCHANGES)
+def test_wrong_slots_raise(algorithm):
+    exchange = EXCHANGES[algorithm](make_plan([0, 8], 1), 0, None)
     none = torch.zeros(0, B, HV, K, V)
     with pytest.raises(RuntimeError, match=r"b: expected \[0, B, HV, K"):
         exchange.start_entry(
@@ -146,15 +159,15 @@ def test_wrong_slots_raise():
         exchange.start_exit_gradient(torch.zeros(2, B, HV, K, V), kept, affine.apply_adjoint)
 
 
-def test_several_ranks_without_a_group_raise():
+@pytest.mark.parametrize("algorithm", EXCHANGES)
+def test_several_ranks_without_a_group_raise(algorithm):
     with pytest.raises(ValueError, match="group: expected a group of 2 ranks, got None"):
-        AllGatherExchange(make_plan([0, 8], 2), 0, None)
+        EXCHANGES[algorithm](make_plan([0, 8], 2), 0, None)
 
 
 def test_a_transition_that_was_not_kept_raises():
     kept = Transitions((3,), torch.zeros(1, B, HV, K, K))
-    fragments = make_plan([0, 8], 2).fragments
     with pytest.raises(RuntimeError, match="transition of fragment 0 was not kept"):
-        kept.of(fragments[0])
+        kept[0]
     with pytest.raises(RuntimeError, match="2 fragments but 1 transitions"):
         Transitions((0, 1), torch.zeros(1, B, HV, K, K))

@@ -64,10 +64,20 @@ def build_error(group, arguments, on_rank, other):
         ({"cu_seqlens": "0 10"}, "rank 1: cu_seqlens: expected a tensor or a list"),
         ({"cu_seqlens": True}, "rank 1: cu_seqlens: expected integers, got True"),
         ({"cu_seqlens": None}, "rank 1: cu_seqlens: expected integers, got None"),
-        ({"cu_seqlens": [0, 4, 10]}, "expected the same on every rank, but rank 1 was given"),
-        ({"cu_seqlens": [0, 10, 10]}, "expected the same on every rank"),  # the same fragments
-        ({"cu_seqlens": [0, 10], "layout": "zigzag"}, "expected the same on every rank"),
-        ({"cu_seqlens": 10}, "expected the same on every rank"),
+        (
+            {"cu_seqlens": [0, 4, 10]},
+            "rank 1: cu_seqlens: expected .0, 10., as on ranks 0, 2, got .0, 4, 10.",
+        ),
+        (
+            {"cu_seqlens": [0, 10, 10]},
+            "rank 1: cu_seqlens: expected .0, 10., as on",
+        ),  # the same fragments
+        ({"cu_seqlens": [0, 10], "layout": "zigzag"}, "rank 1: layout: expected contiguous, as on"),
+        ({"cu_seqlens": [0, 10], "num_tokens": 11}, "rank 1: num_tokens: expected 10, as on"),
+        ({"cu_seqlens": [0, 10], "exchange": "ring"}, "rank 1: exchange: expected auto, as on"),
+        ({"cu_seqlens": [0, 10], "check": "off"}, "rank 1: check: expected always, as on"),
+        ({"cu_seqlens": [0, 10], "check": "maybe"}, "rank 1: check: expected one of"),
+        ({"cu_seqlens": 10}, "rank 1: cu_seqlens: expected .0, 10., as on ranks 0, 2, got rows"),
     ],
     ids=str,
 )
@@ -120,14 +130,14 @@ def wrong_calls(group):
 
 def test_wrong_local_tensors_name_what_was_expected(ranks):
     expected = [
-        "q: expected the 20 tokens of rank {rank}'s shard, got 19",
-        "q: expected one packed row, B = 1, for this context, got B = 2",
-        "cu_seqlens: expected None beside a context, which holds the sequences, got list",
+        "rank 0: q: expected the 20 tokens of rank 0's shard, got 19",
+        "every rank: q: expected one packed row, B = 1, for this context, got B = 2",
+        "every rank: cu_seqlens: expected None beside a context, which holds the sequences, got",
         "cp_context: expected a context from build_cp_context or None, got ProcessGroup",
         "cp_context: expected a context from build_cp_context, got NoneType",
-        "impl: expected 'torch' or 'auto' for a context of 2 ranks, got 'reference'",
-        "initial_state: expected shape [1, 2, 32, 32], got [2, 2, 32, 32]",
+        "every rank: impl: expected 'torch' or 'auto' for a context of 2 ranks, got 'reference'",
+        "every rank: initial_state: expected shape [1, 2, 32, 32], got [2, 2, 32, 32]",
     ]
-    for rank, texts in enumerate(ranks.run(wrong_calls, ranks=2)):
+    for texts in ranks.run(wrong_calls, ranks=2):
         for text, want in zip(texts, expected, strict=True):
-            assert text.startswith(want.format(rank=rank)), text
+            assert text.startswith(want), text

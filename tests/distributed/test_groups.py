@@ -1,5 +1,7 @@
 """Groups: any subgroup, a DeviceMesh dimension, none at all; calls that alternate between them."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,19 +46,20 @@ def test_a_group_of_one_rank_is_the_ordinary_operator_to_the_bit(ranks):
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]]], ids=str)
-def test_subgroups_of_a_world_work_side_by_side(ranks, groups):
-    for members, answers in zip(groups, ranks.run_groups(CALL, groups), strict=True):
-        want = ranks.run(CALL, ranks=len(members))
+def test_subgroups_of_a_world_work_side_by_side(ranks, groups, exchange):
+    call = dataclasses.replace(CALL, exchange=exchange)
+    for members, answers in zip(groups, ranks.run_groups(call, groups), strict=True):
+        want = ranks.run(call, ranks=len(members))
         for got, same in zip(answers, want, strict=True):
             assert_bitwise(got.results, same.results)
-    assert_equals_oracle(ranks, CALL, 2)
+    assert_equals_oracle(ranks, call, 2)
 
 
-def alternate(group, cu_seqlens):
+def alternate(group, cu_seqlens, exchange):
     """Forward of two calls with different layouts, then their backwards in the same order."""
     leaves, losses = [], []
     for layout, bounds in (("contiguous", cu_seqlens), ("zigzag", [0, cu_seqlens[-1]])):
-        context = build_cp_context(bounds, group, layout=layout)
+        context = build_cp_context(bounds, group, layout=layout, exchange=exchange)
         inputs = draw_inputs(cu_seqlens[-1], **DRAW)
         local = {
             n: shard(x, context) if n in "q k v g beta".split() else x for n, x in inputs.items()
@@ -69,13 +72,16 @@ def alternate(group, cu_seqlens):
     return [{n: x.grad for n, x in leaf.items()} for leaf in leaves]
 
 
-def test_backward_of_an_earlier_call_after_a_later_forward(ranks):
+def test_backward_of_an_earlier_call_after_a_later_forward(ranks, exchange):
     for P in (2, 4, 2):  # group sizes alternate in the same processes
-        answers = ranks.run(alternate, [0, 37, 100], ranks=P)
+        answers = ranks.run(alternate, [0, 37, 100], exchange, ranks=P)
         for number, (layout, bounds) in enumerate(
             (({"layout": "contiguous"}, [0, 37, 100]), ({"layout": "zigzag"}, [0, 100]))
         ):
-            alone = ranks.run(ShardedCall(bounds, layout, DRAW, TRAINING_OPTIONS, False), ranks=P)
+            call = ShardedCall(
+                bounds, layout, DRAW, TRAINING_OPTIONS, states=False, exchange=exchange
+            )
+            alone = ranks.run(call, ranks=P)
             for got, want in zip(answers, alone, strict=True):
                 want = {n[1:]: x for n, x in want.results.items() if n.startswith("d")}
                 assert_bitwise(got[number], {n: want[n] for n in got[number]})

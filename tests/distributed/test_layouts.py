@@ -36,12 +36,12 @@ def random_fragments(tokens, ranks, seed):
 
 @pytest.mark.parametrize("ranks_", [1, 2, 3, 4, 8], ids="P={}".format)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "fragments"])
-def test_documents_over_any_number_of_ranks(ranks, layout, ranks_):
+def test_documents_over_any_number_of_ranks(ranks, exchange, layout, ranks_):
     cu_seqlens = boundaries([37, 51, 0, 40, 150, 3])
     option = {"layout": layout}
     if layout == "fragments":
         option = {"fragments": random_fragments(cu_seqlens[-1], ranks_, seed=ranks_)}
-    call = ShardedCall(cu_seqlens, option, {**SMALL, **RAW}, TRAINING_OPTIONS)
+    call = ShardedCall(cu_seqlens, option, {**SMALL, **RAW}, TRAINING_OPTIONS, exchange=exchange)
     assert_equals_oracle(ranks, call, ranks_)
 
 
@@ -61,8 +61,8 @@ LENGTHS = {
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_lengths_over_four_ranks(ranks, lengths, layout):
-    call = ShardedCall(boundaries(lengths), {"layout": layout}, SMALL, PREGATED)
+def test_lengths_over_four_ranks(ranks, exchange, lengths, layout):
+    call = ShardedCall(boundaries(lengths), {"layout": layout}, SMALL, PREGATED, exchange=exchange)
     assert_equals_oracle(ranks, call, 4)
 
 
@@ -79,20 +79,26 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_uneven_and_empty_shards(ranks, name):
+def test_uneven_and_empty_shards(ranks, exchange, name):
     lengths, fragments = SHARDS[name]
     layout = {} if fragments is None else {"fragments": fragments}
-    assert_equals_oracle(ranks, ShardedCall(boundaries(lengths), layout, SMALL, PREGATED), 4)
+    assert_equals_oracle(
+        ranks, ShardedCall(boundaries(lengths), layout, SMALL, PREGATED, exchange=exchange), 4
+    )
 
 
-def test_two_documents_over_two_ranks(ranks):
-    assert_equals_oracle(ranks, ShardedCall([0, 7, 10], {}, SMALL, PREGATED), 2)
+def test_two_documents_over_two_ranks(ranks, exchange):
+    assert_equals_oracle(ranks, ShardedCall([0, 7, 10], {}, SMALL, PREGATED, exchange=exchange), 2)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_tokens_past_the_last_document_are_padding(ranks, layout):
+def test_tokens_past_the_last_document_are_padding(ranks, exchange, layout):
     call = ShardedCall(
-        [0, 37, 88], {"layout": layout, "num_tokens": 130}, {**SMALL, **RAW}, TRAINING_OPTIONS
+        [0, 37, 88],
+        {"layout": layout, "num_tokens": 130},
+        {**SMALL, **RAW},
+        TRAINING_OPTIONS,
+        exchange=exchange,
     )
     answers = assert_equals_oracle(ranks, call, 4)
     if layout == "contiguous":  # the last rank holds padding alone and contributes exactly nothing
@@ -101,39 +107,45 @@ def test_tokens_past_the_last_document_are_padding(ranks, layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_dense_rows_are_cut_alike(ranks, layout):
+def test_dense_rows_are_cut_alike(ranks, exchange, layout):
     draw = {**SMALL, **RAW, "B": 3}
-    assert_equals_oracle(ranks, ShardedCall(90, {"layout": layout}, draw, TRAINING_OPTIONS), 4)
+    assert_equals_oracle(
+        ranks, ShardedCall(90, {"layout": layout}, draw, TRAINING_OPTIONS, exchange=exchange), 4
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("ranks_", [4, 8])
-def test_few_heads_over_many_ranks(ranks, heads, ranks_):
+def test_few_heads_over_many_ranks(ranks, exchange, heads, ranks_):
     draw = {"H": heads, "HV": heads, "K": 16, "V": 16}
-    assert_equals_oracle(ranks, ShardedCall([0, 90, 200], {}, draw, PREGATED), ranks_)
+    assert_equals_oracle(
+        ranks, ShardedCall([0, 90, 200], {}, draw, PREGATED, exchange=exchange), ranks_
+    )
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_heads_with_gates_of_their_own_are_not_mixed(ranks, layout):
+def test_heads_with_gates_of_their_own_are_not_mixed(ranks, exchange, layout):
     draw = {"H": 3, "HV": 6, "K": 16, "V": 16, "decay": (1e-3, 0.1, 3.0)}
-    assert_equals_oracle(ranks, ShardedCall([0, 200], {"layout": layout}, draw, PREGATED), 4)
+    assert_equals_oracle(
+        ranks, ShardedCall([0, 200], {"layout": layout}, draw, PREGATED, exchange=exchange), 4
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_other_dtypes(ranks, dtype, layout):
+def test_other_dtypes(ranks, exchange, dtype, layout):
     draw = {**SMALL, **RAW, "dtype": dtype}
-    call = ShardedCall([0, 37, 160], {"layout": layout}, draw, TRAINING_OPTIONS)
+    call = ShardedCall([0, 37, 160], {"layout": layout}, draw, TRAINING_OPTIONS, exchange=exchange)
     assert_equals_oracle(ranks, call, 4)
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32])
-def test_other_chunk_sizes_and_kept_intermediates(ranks, chunk_size):
+def test_other_chunk_sizes_and_kept_intermediates(ranks, exchange, chunk_size):
     options = {**TRAINING_OPTIONS, "chunk_size": chunk_size, "disable_recompute": True}
     # The oracle knows no chunks.
-    call = ShardedCall([0, 37, 160], {}, {**SMALL, **RAW}, TRAINING_OPTIONS)
+    call = ShardedCall([0, 37, 160], {}, {**SMALL, **RAW}, TRAINING_OPTIONS, exchange=exchange)
     judged = assert_equals_oracle(ranks, call, 3)
-    chunked = ShardedCall([0, 37, 160], {}, {**SMALL, **RAW}, options)
+    chunked = ShardedCall([0, 37, 160], {}, {**SMALL, **RAW}, options, exchange=exchange)
     for reference, answer in zip(judged, ranks.run(chunked, ranks=3), strict=True):
         for name, x in answer.results.items():
             torch.testing.assert_close(x, reference.results[name], rtol=1e-4, atol=1e-5)

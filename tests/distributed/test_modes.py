@@ -16,23 +16,23 @@ MODES = {
 }
 
 
-def train_after(group, mode):
+def train_after(group, exchange, mode):
     """Results of training on a context that is new, and on one made and used under a mode."""
     inputs, upstream = CALL.draw_global(group.size())
     with MODES[mode]():
-        context = build_cp_context(CALL.cu_seqlens, group, **CALL.layout)
+        context = build_cp_context(CALL.cu_seqlens, group, exchange=exchange, **CALL.layout)
         assert context.cu_seqlens.device.type == "cpu"
         local = {n: shard(inputs[n], context) for n in ("q", "k", "v", "g", "beta")}
         rest = {n: x for n, x in inputs.items() if n not in local}
         o, _ = chunk_kda_cp(**local, **rest, cp_context=context, **TRAINING_OPTIONS)
         unshard(o, context)
-    new = build_cp_context(CALL.cu_seqlens, group, **CALL.layout)
+    new = build_cp_context(CALL.cu_seqlens, group, exchange=exchange, **CALL.layout)
     return [CALL.run_on(one, inputs, upstream).results for one in (new, context)]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_context_first_used_under_a_mode_trains_to_the_same_bits(ranks, mode):
-    for new, used in ranks.run(train_after, mode, ranks=3):
+def test_a_context_first_used_under_a_mode_trains_to_the_same_bits(ranks, exchange, mode):
+    for new, used in ranks.run(train_after, exchange, mode, ranks=3):
         assert_bitwise(used, new)
 
 
@@ -42,7 +42,7 @@ def build_on_a_tensor_that_cannot_be_read(group):
         arguments["cu_seqlens"] = torch.empty(2, dtype=torch.int64, device="meta")
     try:
         build_cp_context(group=group, **arguments)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         return str(error)
 
 
@@ -51,9 +51,9 @@ def test_any_error_of_one_rank_is_raised_on_all(ranks):
     assert errors[0].startswith("rank 1: ") and errors == [errors[0]] * 3
 
 
-def under_a_setting(group, name):
+def under_a_setting(group, exchange, name):
     """Results without a setting of the caller's and with it."""
-    context = build_cp_context(CALL.cu_seqlens, group, **CALL.layout)
+    context = build_cp_context(CALL.cu_seqlens, group, exchange=exchange, **CALL.layout)
     inputs, upstream = CALL.draw_global(group.size())
     plain = CALL.run_on(context, inputs, upstream).results
     if name == "autocast":
@@ -67,13 +67,13 @@ def under_a_setting(group, name):
 
 
 @pytest.mark.parametrize("name", ["autocast", "high", "medium"])
-def test_no_setting_of_the_caller_changes_a_fold(ranks, name):
-    for plain, same in ranks.run(under_a_setting, name, ranks=4):
+def test_no_setting_of_the_caller_changes_a_fold(ranks, exchange, name):
+    for plain, same in ranks.run(under_a_setting, exchange, name, ranks=4):
         assert_bitwise(same, plain)
 
 
-def go_backward_twice(group, keep):
-    context = build_cp_context(CALL.cu_seqlens, group, **CALL.layout)
+def go_backward_twice(group, exchange, keep):
+    context = build_cp_context(CALL.cu_seqlens, group, exchange=exchange, **CALL.layout)
     inputs, upstream = CALL.draw_global(group.size())
     tokens = ("q", "k", "v", "g", "beta")
     local = {n: shard(x, context) if n in tokens else x for n, x in inputs.items()}
@@ -92,39 +92,39 @@ def go_backward_twice(group, keep):
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed terms", "kept terms"])
-def test_a_second_backward_gives_the_same_bits(ranks, keep):
-    for first, second in ranks.run(go_backward_twice, keep, ranks=3):
+def test_a_second_backward_gives_the_same_bits(ranks, exchange, keep):
+    for first, second in ranks.run(go_backward_twice, exchange, keep, ranks=3):
         assert_bitwise(second, first)
 
 
-def loss_on_final_states_alone(group):
+def loss_on_final_states_alone(group, exchange):
     """Gradients where rank 0 leaves its o out of the loss, and where all have it times 0."""
-    context = build_cp_context(CALL.cu_seqlens, group, **CALL.layout)
+    context = build_cp_context(CALL.cu_seqlens, group, exchange=exchange, **CALL.layout)
     inputs, upstream = CALL.draw_global(group.size())
     zero = {**upstream, "o": torch.zeros_like(upstream["o"])}
     alone = {"final_state": upstream["final_state"]} if context.rank == 0 else zero
     return [CALL.run_on(context, inputs, dy).results for dy in (alone, zero)]
 
 
-def test_a_final_state_may_be_all_that_a_rank_has_a_loss_on(ranks):
-    for alone, zero in ranks.run(loss_on_final_states_alone, ranks=3):
+def test_a_final_state_may_be_all_that_a_rank_has_a_loss_on(ranks, exchange):
+    for alone, zero in ranks.run(loss_on_final_states_alone, exchange, ranks=3):
         assert_bitwise(alone, zero)
 
 
-def calls_on_one_context(group):
+def calls_on_one_context(group, exchange):
     """Calls of other batch and chunk sizes, on one context and on a new one each."""
-    shared = build_cp_context(50, group)
+    shared = build_cp_context(50, group, exchange=exchange)
     pairs = []
     for rows, chunk_size in ((1, 64), (3, 64), (3, 16), (1, 16), (1, 64)):
         draw = {**DRAW, "B": rows}
         call = ShardedCall(50, {}, draw, {**TRAINING_OPTIONS, "chunk_size": chunk_size})
         data = call.draw_global(group.size())
-        new = build_cp_context(50, group)
+        new = build_cp_context(50, group, exchange=exchange)
         pairs.append([call.run_on(context, *data).results for context in (shared, new)])
     return pairs
 
 
-def test_a_context_serves_calls_of_any_batch_and_chunk_size(ranks):
-    for pairs in ranks.run(calls_on_one_context, ranks=3):
+def test_a_context_serves_calls_of_any_batch_and_chunk_size(ranks, exchange):
+    for pairs in ranks.run(calls_on_one_context, exchange, ranks=3):
         for shared, new in pairs:
             assert_bitwise(shared, new)
