@@ -4,6 +4,7 @@
 |---|---|
 | `ranks` | `RankPool`: gloo ranks in processes of their own, started once for a whole test run |
 | `collectives` | `count_collectives`: which collectives a block issues, and how much they carry |
+| `wire` | `received_bytes`: what this process's TCP connections have really received |
 
 Nothing in the operator imports this package. `ranks` needs cloudpickle (the `dev` extra).
 """
