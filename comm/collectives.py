@@ -176,9 +176,13 @@ def open_side_channel(group: dist.ProcessGroup) -> Any:
     """Open a gloo group over the ranks of `group`, which torch's list of groups does not know."""
     if not dist.is_gloo_available():
         raise RuntimeError("this build of torch has no gloo, which ranks compare arguments over")
-    store = dist.PrefixStore("kda_cp side group", group.get_group_store())
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    return dist.ProcessGroupGloo(store, rank, size, _timeout_of(group))
+    store = dist.PrefixStore("kda_cp side group", group.get_group_store())
+    # A store may outlive a group, and gloo must not find the addresses of one that has gone.
+    number = store.add(f"opened by {rank}", 1)
+    return dist.ProcessGroupGloo(
+        dist.PrefixStore(str(number), store), rank, size, _timeout_of(group)
+    )
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
