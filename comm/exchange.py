@@ -154,6 +154,10 @@ class Exchange(ABC):
 
         return Pending(finish)
 
+    def finish_sending(self) -> None:
+        """Wait until what `Pending.wait()` left on its way to other ranks has arrived there."""
+        return  # most algorithms leave nothing
+
     @abstractmethod
     def _start_entry(
         self, b: Tensor, A: Tensor, training: bool, fold: Fold

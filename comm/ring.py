@@ -31,7 +31,14 @@ class RingExchange(Exchange):
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(plan, rank, group)
+        self._sending: list[Work[list[Tensor]]] = []
         self._hops = {backward: _hops_of(plan, rank, backward) for backward in (False, True)}
+
+    def finish_sending(self) -> None:
+        """Wait until what `Pending.wait()` left on its way to other ranks has arrived there."""
+        sending, self._sending = self._sending, []
+        for work in sending:
+            work.wait()
 
     def _start_entry(
         self, b: Tensor, A: Tensor, training: bool, fold: Fold
@@ -106,10 +113,13 @@ class RingExchange(Exchange):
         def finish() -> dict[int, Tensor]:
             targets, work = under_way
             for hops in (*later, ()):
-                for index, state in zip(targets, work.wait(), strict=True):
-                    arrived[index] = state
-                    if fragments[index].full:
-                        leave(index, fold(A[index], own[index], state))
+                if targets:
+                    for index, state in zip(targets, work.wait(), strict=True):
+                        arrived[index] = state
+                        if fragments[index].full:
+                            leave(index, fold(A[index], own[index], state))
+                else:  # nothing comes, and the caller need not wait for what goes
+                    self._sending.append(work)
                 targets, work = start(hops)
             return arrived
 

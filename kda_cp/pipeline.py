@@ -131,6 +131,8 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
             h=None if h is None else h[:, heads],
         )
 
+    call.exchange.finish_sending()
+
     final_state = None
     if call.output_final_state:
         final_state = new_zeros((table.num_states, *state))
@@ -189,6 +191,8 @@ def _backward(
             dv_new=dv_new[:, heads],
             dh=dh[:, heads],
         )
+
+    call.exchange.finish_sending()
 
     dinitial = entry.new_zeros((table.num_states, *entry.shape[1:]))
     instances, rows = table.starting

@@ -58,6 +58,7 @@ def exchange_both_ways(group, algorithm, cu_seqlens, ranks, options):
         dexit = exchange.start_exit_gradient(
             pick(c, plan.entered(rank)), kept, affine.apply_adjoint
         ).wait()
+        exchange.finish_sending()
     return entry, dexit, forward.by_name, backward.by_name, forward.bytes_sent, backward.bytes_sent
 
 
