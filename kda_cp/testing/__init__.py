@@ -3,6 +3,7 @@
 | module | offers |
 |---|---|
 | `ranks` | `RankPool`: gloo ranks in processes of their own, started once for a whole test run |
+| `threads` | `run_threads`: many more ranks, as threads of one process |
 | `collectives` | `count_collectives`: which collectives a block issues, and how much they carry |
 | `wire` | `received_bytes`: what this process's TCP connections have really received |
 
