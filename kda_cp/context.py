@@ -97,21 +97,25 @@ class CPContext:
         """Rank that writes row `sequence` of `final_state`: it owns the last token."""
         return self.plan.final_state_owner(sequence)
 
-    def exchange_for(self, *, heads: int, key_dim: int, value_dim: int, batch: int = 1) -> Exchange:
-        """The exchange of states over the group, for states [batch, heads, key_dim, value_dim].
+    def algorithm(self, *, heads: int, key_dim: int, value_dim: int, batch: int = 1) -> str:
+        """How states [batch, heads, key_dim, value_dim] travel: `exchange`, or what "auto" chooses.
 
-        Where `exchange` is "auto", `comm.selection.choose_exchange` picks the algorithm.
+        heads are those of v, and batch is the number of rows.
         """
-        name = self.exchange
-        if name == "auto":
-            name = choose_exchange(
-                ranks=self.size,
-                ranks_per_node=self.ranks_per_node,
-                heads=heads,
-                key_dim=key_dim,
-                value_dim=value_dim,
-                batch=batch,
-            )
+        if self.exchange != "auto":
+            return self.exchange
+        return choose_exchange(
+            ranks=self.size,
+            ranks_per_node=self.ranks_per_node,
+            heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            batch=batch,
+        )
+
+    def exchange_for(self, **sizes: int) -> Exchange:
+        """The exchange of states over the group, for the sizes that `algorithm` takes."""
+        name = self.algorithm(**sizes)
         if name not in self._exchanges:
             self._exchanges[name] = EXCHANGES[name](self.plan, self.rank, self.group)
         return self._exchanges[name]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kda_cp import platform
+from kda_cp.comm.selection import EXCHANGES
 from kda_cp.launch.judge import DTYPES, JUDGES
 from kda_cp.launch.processes import this_rank
 
@@ -39,6 +40,7 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("--layout", choices=LAYOUTS, default="contiguous", help="fragments: a random table")
+    add("--exchange", choices=("auto", *EXCHANGES), default="auto", help="how states travel")
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--tokens", type=_positive, default=16384, help="in all, documents of true lengths"

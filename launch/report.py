@@ -86,7 +86,8 @@ def _title(report: Report) -> str:
     setting = report["setting"]
     return (
         f"{len(report['documents'])} documents, {report['unsharded']['tokens']:,} tokens, "
-        f"{len(report['ranks'])} ranks, {setting['layout']}, {setting['dtype']}, "
+        f"{len(report['ranks'])} ranks, {setting['layout']}, {setting['exchange']}, "
+        f"{setting['dtype']}, "
         f"{setting['device']}, impl {setting['impl']}; H {setting['heads']}, "
         f"HV {setting['value_heads']}, K {setting['key_dim']}, V {setting['value_dim']}"
     )

@@ -149,9 +149,9 @@ def _lay_out(
     options: argparse.Namespace, cu_seqlens: list[int], group: dist.ProcessGroup | None
 ) -> CPContext:
     if options.layout != "fragments":
-        return build_cp_context(cu_seqlens, group, layout=options.layout)
+        return build_cp_context(cu_seqlens, group, layout=options.layout, exchange=options.exchange)
     table = random_fragments(cu_seqlens[-1], number_of_ranks(), options.seed)
-    return build_cp_context(cu_seqlens, group, fragments=table)
+    return build_cp_context(cu_seqlens, group, fragments=table, exchange=options.exchange)
 
 
 def random_fragments(tokens: int, ranks: int, seed: int) -> list[list[tuple[int, int]]]:
@@ -199,9 +199,12 @@ def _describe_rank(
     context: CPContext, sizes: Sizes, dtype: torch.dtype, found: Pass
 ) -> dict[str, Any]:
     plan, rank = context.plan, context.rank
+    algorithm = context.algorithm(
+        heads=sizes.value_heads, key_dim=sizes.key_dim, value_dim=sizes.value_dim
+    )
     received = received_bytes(
         plan,
-        "all_gather",
+        algorithm,
         rank,
         heads=sizes.value_heads,
         key_dim=sizes.key_dim,
@@ -210,6 +213,7 @@ def _describe_rank(
     )
     return {
         "rank": rank,
+        "exchange": algorithm,
         "tokens": context.num_tokens,
         "fragments": len(context.ranges),
         "segments": [[s.sequence, s.start, s.stop] for s in plan.segments(rank)],
@@ -242,6 +246,7 @@ def _assemble(
         "bound_because": because,
         "setting": {
             "layout": options.layout,
+            "exchange": everyone[0]["exchange"],
             "dtype": options.dtype,
             "device": options.device,
             "impl": options.impl,

@@ -237,11 +237,14 @@ def launch(ranks: int, arguments: list[str]) -> subprocess.CompletedProcess[str]
     )
 
 
+ORACLE = ("--against", "reference")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--layout", "contiguous", "--tokens", "601", "--against", "reference"],
-        ["--layout", "zigzag", "--lengths", "150,0,7,300", "--dtype", "bf16"],
+        ["--layout", "contiguous", "--exchange", "all_to_all", "--tokens", "601", *ORACLE],
+        ["--layout", "zigzag", "--exchange", "ring", "--lengths", "150,0,7,300", "--dtype", "bf16"],
         ["--layout", "fragments", "--lengths", "150,0,7,300", "--dtype", "fp64"],
     ],
     ids=lambda arguments: arguments[1],
@@ -252,6 +255,8 @@ def test_two_ranks_agree_with_the_judge(arguments: list[str], tmp_path: pathlib.
     report = read(tmp_path)
     expect_complete(report, ranks=2)
     assert report["setting"]["layout"] == arguments[1]
+    if "--exchange" in arguments:
+        assert report["setting"]["exchange"] == arguments[3]
     # A state crosses ranks, so the errors say something about the exchange.
     assert all(rank["received_bytes"]["forward"] > 0 for rank in report["ranks"])
     for name in report["errors"]:
