@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         """Print the message and end with exit status 2."""
         if this_rank() != 0:
             time.sleep(20)  # torchrun ends all ranks after the first: let rank 0 speak
-        self.exit(2, f"verify: error: {message}\n")
+        self.exit(2, f"{self.prog.rpartition('.')[2]}: error: {message}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if this_rank() == 0:

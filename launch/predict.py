@@ -46,11 +46,9 @@ from dataclasses import dataclass
 
 from kda_cp.comm.layout import pieces
 from kda_cp.comm.plan import Plan
+from kda_cp.comm.ring import RingExchange
 from kda_cp.comm.traffic import ALGORITHMS
 from kda_cp.launch.machine import Machine
-
-RING_GROUPS = 4
-"""Groups of heads that a ring passes on one after the other, at most."""
 
 ITEM = 4
 """Bytes of a float32."""
@@ -197,7 +195,7 @@ def _shared_out_seconds(machine: Machine, shares: Sequence[int], weights: Sequen
 
 def _ring(call: _Call, backward: bool) -> float:
     plan, machine = call.plan, call.machine
-    groups = min(call.heads, RING_GROUPS)
+    groups = min(call.heads, RingExchange.parts)
     heads = -(-call.heads // groups)
     fold = call.fold_step(heads)
     issued = [len(plan.full(rank)) * machine.fold_launch_s for rank in range(plan.ranks)]

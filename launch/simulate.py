@@ -15,12 +15,11 @@ import argparse
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,12 @@ from kda_cp.comm import affine
 from kda_cp.comm.collectives import start_all_gather
 from kda_cp.comm.layout import LAYOUTS
 from kda_cp.comm.plan import Plan, make_plan
+from kda_cp.comm.ring import RingExchange
 from kda_cp.comm.traffic import ALGORITHMS, received_bytes
 from kda_cp.launch import predict
 from kda_cp.launch.machine import Machine, measure, pass_on, read_machine, seconds
 from kda_cp.launch.options import Parser
-from kda_cp.launch.predict import RING_GROUPS, gather_seconds, kept_bytes, predict_seconds
+from kda_cp.launch.predict import gather_seconds, kept_bytes, predict_seconds
 from kda_cp.launch.processes import find_device, process_group, this_rank
 
 SIZES = ("heads", "key_dim", "value_dim", "batch")
@@ -127,7 +127,7 @@ def compare(
     if ranks == 1:
         return []
     b, A = torch.zeros(1, *sizes, device=device), torch.eye(sizes[1], device=device)
-    parts = [part.contiguous() for part in b.chunk(min(sizes[0], RING_GROUPS), dim=1)]
+    parts = [part.contiguous() for part in b.chunk(min(sizes[0], RingExchange.parts), dim=1)]
 
     def pass_states() -> None:
         for part in parts:
@@ -153,17 +153,9 @@ def compare(
 # Options -----------------------------------------------------------------------------------------
 
 
-class _Parser(Parser):
-    def error(self, message: str) -> NoReturn:
-        """Print the message and end with exit status 2."""
-        if this_rank() != 0:
-            time.sleep(20)  # torchrun ends all ranks after the first: let rank 0 speak
-        self.exit(2, f"simulate: error: {message}\n")
-
-
 def _make_parser() -> Parser:
     """The options; none is the beginning of one of torchrun's."""
-    parser = _Parser(
+    parser = Parser(
         prog="kda_cp.launch.simulate",
         description=__doc__,
         epilog=predict.__doc__,

@@ -7,7 +7,7 @@ results are in docs/measurements.md. Ranks on several GPUs, over NCCL, are `kda_
 import pytest
 import torch
 
-from kda_cp import build_cp_context, chunk_kda, fused_recurrent_kda, platform, shard
+from kda_cp import build_cp_context, chunk_kda, fused_recurrent_kda, platform, reshard, shard
 from kda_cp.testing.compare import (
     assert_bitwise,
     assert_similar,
@@ -104,15 +104,29 @@ def test_repeats_are_bitwise():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sharded_over_ranks_of_one_card(ranks, layout, dtype):
+def test_sharded_over_ranks_of_one_card(ranks, exchange, layout, dtype):
     call = ShardedCall(
         [0, 37, 200],
         {"layout": layout},
         {"H": 1, "HV": 2, "K": 32, "V": 64, "dtype": dtype, **RAW},
         TRAINING_OPTIONS,
         device="cuda",
+        exchange=exchange,
     )
     assert_equals_oracle(ranks, call, 3)
+
+
+def move_on_the_card(group):
+    one, other = (build_cp_context(100, group, layout=x) for x in ("contiguous", "zigzag"))
+    x = torch.randn(2, 100, 3, generator=torch.Generator().manual_seed(0)).cuda()
+    local = shard(x, one).requires_grad_()
+    there = reshard(local, one, other)
+    there.backward(torch.ones_like(there))
+    return torch.equal(there, shard(x, other)), bool((local.grad == 1).all())
+
+
+def test_tokens_move_between_layouts_on_the_card(ranks):
+    assert ranks.run(move_on_the_card, ranks=3) == [(True, True)] * 3
 
 
 def test_tokens_stay_on_their_device():

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from kda_cp.comm.plan import Plan, make_plan
 from kda_cp.comm.traffic import ALGORITHMS, received_bytes
 from kda_cp.launch import machine as machines
-from kda_cp.launch import simulate
+from kda_cp.launch import options, simulate
 from kda_cp.launch.machine import Link, Machine, measure, read_machine
 from kda_cp.launch.predict import Prediction, fold_needs, kept_bytes, predict_seconds
 from kda_cp.launch.predict import transition_needs as needs_of
@@ -362,7 +362,7 @@ def test_wrong_option_is_one_line_and_status_2(
 
     if "--measure" not in arguments:
         monkeypatch.setenv("RANK", "1")
-        monkeypatch.setattr(simulate.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(options.time, "sleep", lambda seconds: None)
         with pytest.raises(SystemExit) as ended:
             simulate.main(arguments)
         assert ended.value.code == 2
