@@ -29,7 +29,9 @@ Claim = Mapping[str, str]
 """What one rank says of its call: for the name of each argument, a description of its value."""
 
 # The kinds of error that the others raise as well; any other becomes a ValueError there.
-_KINDS: Mapping[str, type[Exception]] = {"NotImplementedError": NotImplementedError}
+_KINDS: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (NotImplementedError, TypeError)
+}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,21 +11,13 @@ from torch import Tensor
 
 from kda_cp import eager
 from kda_cp.autograd import ChunkKDA
-from kda_cp.context import CPContext, build_cp_context, read_cu_seqlens
+from kda_cp.context import CPContext
 from kda_cp.pipeline import Call
 from kda_cp.recurrent import recurrent_kda
-from kda_cp.reference import recurrent_kda_reference
+from kda_cp.resolve import choose_impl, context_for, run_oracle
 from kda_cp.segments import SegmentTable
-from kda_cp.stages import Inputs, Settings
-from kda_cp.validation import (
-    IMPLS,
-    PRECISIONS,
-    check_choice,
-    check_flags,
-    check_initial_state,
-    describe_call,
-    make_settings,
-)
+from kda_cp.stages import Inputs
+from kda_cp.validation import check_flags, check_initial_state, describe_call, make_settings
 
 
 def chunk_kda(
@@ -160,8 +153,8 @@ def chunk_kda(
             return_intermediate_states=return_intermediate_states,
             state_v_first=state_v_first,
         )
-        impl = _choose_impl(impl, precision)
-        context = _context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
+        impl = choose_impl(impl, precision)
+        context = context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
         if impl == "reference" and context.size > 1:
             raise ValueError(
                 f"impl: expected 'torch' or 'auto' for a context of {context.size} ranks, "
@@ -189,7 +182,7 @@ def chunk_kda(
     final_state: Tensor | None
     h: Tensor | None
     if impl == "reference":
-        o, final_state, h = _reference(inputs, settings, state, context, chunk_size)
+        o, final_state, h = run_oracle(inputs, settings, state, context, chunk_size)
     else:
         call = Call(
             settings=settings,
@@ -265,6 +258,9 @@ def chunk_kda_cp(
         raise ValueError(
             f"cp_context: expected a context from build_cp_context, got {type(cp_context).__name__}"
         )
+    for name in options.keys() - _KEYWORDS:
+        error = TypeError(f"chunk_kda_cp: expected a keyword of chunk_kda, got {name!r}")
+        cp_context.agree(dict, error)  # raises: the other ranks must hear of it
     return chunk_kda(
         q,
         k,
@@ -277,6 +273,9 @@ def chunk_kda_cp(
         cp_context=cp_context,
         **options,
     )
+
+
+_KEYWORDS = frozenset(inspect.signature(chunk_kda).parameters)
 
 
 def fused_recurrent_kda(
@@ -367,8 +366,8 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         inplace_state=inplace_state,
     )
-    impl = _choose_impl(impl, precision=None)
-    context = _context_for(q, cu_seqlens, None, None)
+    impl = choose_impl(impl, precision=None)
+    context = context_for(q, cu_seqlens, None, None)
     sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
     check_initial_state(initial_state, inputs, sequences, state_v_first)
     if inplace_state:
@@ -381,7 +380,7 @@ def fused_recurrent_kda(
             )
     state = initial_state.mT if state_v_first and initial_state is not None else initial_state
     if impl == "reference":
-        o, final_state, _ = _reference(inputs, settings, state, context, chunk_size=1)
+        o, final_state, _ = run_oracle(inputs, settings, state, context, chunk_size=1)
     else:
         table = SegmentTable(
             context.plan,
@@ -398,107 +397,3 @@ def fused_recurrent_kda(
         assert initial_state is not None
         final_state = initial_state.copy_(final_state)
     return o, final_state if output_final_state else None
-
-
-def _choose_impl(impl: str, precision: str | None) -> str:
-    """The implementation that serves a call: a pure function of the arguments."""
-    check_choice("impl", impl, IMPLS)
-    check_choice("precision", precision, PRECISIONS)
-    if impl == "triton":
-        raise NotImplementedError(
-            "impl: expected 'torch', 'reference' or 'auto', got 'triton', which has no kernels in "
-            "this version"
-        )
-    if precision == "tf32":
-        raise NotImplementedError(
-            "precision: expected 'ieee' or None, got 'tf32', which no implementation serves in "
-            "this version"
-        )
-    return "torch" if impl == "auto" else impl
-
-
-def _context_for(
-    q: Tensor,
-    cu_seqlens: Tensor | Sequence[int] | None,
-    cu_seqlens_cpu: Tensor | None,
-    cp_context: CPContext | None,
-) -> CPContext:
-    """The given context, checked against the local tensors, or one of a single rank."""
-    batch, tokens = q.shape[:2]
-    if cp_context is None:
-        if cu_seqlens is None:
-            if cu_seqlens_cpu is not None:
-                raise ValueError("cu_seqlens_cpu: expected cu_seqlens beside it, got None")
-            return build_cp_context(tokens, None)
-        if batch != 1:
-            raise ValueError(f"cu_seqlens: expected one packed row, B = 1, got B = {batch}")
-        if isinstance(cu_seqlens, int):
-            raise ValueError(
-                f"cu_seqlens: expected a tensor or a list of boundaries, got the int {cu_seqlens}; "
-                "without cu_seqlens each row is one sequence"
-            )
-        boundaries = read_cu_seqlens(cu_seqlens, cu_seqlens_cpu)
-        if boundaries and boundaries[-1] > tokens:
-            raise ValueError(
-                f"cu_seqlens: expected at most the {tokens} tokens of q last, "
-                f"got {boundaries[-1]}; a shard takes a cp_context instead"
-            )
-        return build_cp_context(boundaries, None, num_tokens=tokens)
-    if not isinstance(cp_context, CPContext):
-        raise ValueError(
-            f"cp_context: expected a context from build_cp_context or None, "
-            f"got {type(cp_context).__name__}"
-        )
-    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
-        if x is not None:
-            raise ValueError(
-                f"{name}: expected None beside a context, which holds the sequences, "
-                f"got {type(x).__name__}"
-            )
-    if not cp_context.dense and batch != 1:
-        raise ValueError(f"q: expected one packed row, B = 1, for this context, got B = {batch}")
-    if tokens != cp_context.num_tokens:
-        raise ValueError(
-            f"q: expected the {cp_context.num_tokens} tokens of rank {cp_context.rank}'s shard, "
-            f"got {tokens}"
-        )
-    return cp_context
-
-
-def _reference(
-    inputs: Inputs,
-    settings: Settings,
-    initial_state: Tensor | None,
-    context: CPContext,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The oracle behind the public contract: o, final state and entry states of the chunks."""
-    q, k, v, g, beta, A_log, dt_bias = inputs
-    cu_seqlens = None if context.dense else list(context.plan.cu_seqlens)
-    o, final_state, states = recurrent_kda_reference(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        settings.scale,
-        initial_state,
-        True,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_qk_l2norm_in_kernel=settings.normalize_qk,
-        use_gate_in_kernel=settings.gate_in_kernel,
-        use_beta_sigmoid_in_kernel=settings.sigmoid_beta,
-        allow_neg_eigval=settings.beta_factor == 2.0,
-        safe_gate=settings.lower_bound is not None,
-        lower_bound=settings.lower_bound,
-        cu_seqlens=cu_seqlens,
-        return_states=True,
-    )
-    first_tokens = [
-        token
-        for segment in context.plan.segments(context.rank)
-        for token in range(segment.offset, segment.offset + segment.length, chunk_size)
-    ]
-    dtype = inputs.state_dtype
-    return o.to(v.dtype), final_state.to(dtype), states[:, first_tokens].detach().to(dtype)

@@ -69,6 +69,7 @@ ROWS: Mapping[str, Row] = {
     "autograd": Row(own=("comm.exchange", "stages", "pipeline")),
     "parallel": Row(own=("comm.*", "context")),
     "conv": Row(own=("comm.*", "context", "segments", "platform")),
+    "resolve": Row(own=("validation", "context", "reference", "stages")),
     "api": Row(
         own=(
             "validation",
@@ -77,7 +78,7 @@ ROWS: Mapping[str, Row] = {
             "autograd",
             "eager",
             "recurrent",
-            "reference",
+            "resolve",
             "gates",
             "segments",
             "stages",

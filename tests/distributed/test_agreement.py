@@ -15,7 +15,7 @@ SECONDS = 10  # every rank has raised by then
 def error_of(step):
     try:
         step()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -44,6 +44,7 @@ DIFFERENCES = {
     "no A_log": ({"A_log": False}, {}, "A_log: expected torch.float32 [2] on cpu, as on {others}"),
     "an error of its own": ({}, {"chunk_size": 48}, "chunk_size: expected one of"),
     "an error in shapes": ({"B": 2}, {}, "q: expected one packed row, B = 1, for this context"),
+    "an unknown option": ({}, {"use_gate": True}, "chunk_kda_cp: expected a keyword of chunk_kda"),
     "what nothing serves": ({}, {"impl": "triton"}, "impl: expected 'torch', 'reference' or"),
 }
 
@@ -54,7 +55,8 @@ def test_a_rank_that_calls_otherwise_is_named_on_every_rank(ranks, name, odd_ran
     draw, options, text = DIFFERENCES[name]
     others = {0: "ranks 1, 2", 2: "ranks 0, 1"}[odd_rank]
     errors = ranks.run(call_with, "all_gather", odd_rank, draw, options, ranks=3, timeout=SECONDS)
-    kind = "NotImplementedError" if "impl" in options else "ValueError"
+    kinds = {"impl": "NotImplementedError", "use_gate": "TypeError"}
+    kind = next((kinds[name] for name in options if name in kinds), "ValueError")
     assert errors[0].startswith(f"{kind}: rank {odd_rank}: " + text.format(others=others))
     assert errors == [errors[0]] * 3
 
