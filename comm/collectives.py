@@ -35,14 +35,14 @@ class Work(Generic[T]):
         received: Callable[[], T],
         sent: Sequence[Tensor],
     ) -> None:
-        self._group = group
+        self._place = _place(group)
         self._handles = handles
         self._received = received
         self._sent = sent
 
     def wait(self) -> T:
         """Wait until what was received may be read (on CUDA, by the current stream)."""
-        with _explained(self._group):
+        with _explained(self._place):
             for handle in self._handles:
                 if handle is not None:
                     handle.wait()
@@ -55,7 +55,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Work[Tensor]:
     x = x.contiguous()
     # torch 2.13 gave the collective this name and deprecated the older one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    with _explained(group):
+    with _explained(_place(group)):
         handle = gather(received.flatten(0, 1), x, group=group, async_op=True)
     return Work(group, [handle], lambda: received, [x])
 
@@ -66,7 +66,7 @@ def start_all_to_all(
     """Start sending `sends[r]` rows of x [sum(sends), ...] to rank r, receiving `receives[r]`."""
     received = x.new_empty((sum(receives), *x.shape[1:]))
     x = x.contiguous()
-    with _explained(group):
+    with _explained(_place(group)):
         handle = dist.all_to_all_single(
             received, x, list(receives), list(sends), group=group, async_op=True
         )
@@ -100,14 +100,14 @@ def start_hop(
         dist.P2POp(dist.irecv, x, peer(source), group)
         for x, source in zip(received, sources, strict=True)
     ]
-    with _explained(group):
+    with _explained(_place(group)):
         handles = dist.batch_isend_irecv(messages) if messages else []
     return Work(group, handles, lambda: [x.to(slots.device) for x in received], sent)
 
 
 def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum `x` over the ranks, in place."""
-    with _explained(group):
+    with _explained(_place(group)):
         dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
     return x
 
@@ -130,10 +130,9 @@ class SideGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._group = group
-        with _explained(group):
+        self.rank, self.size = _place(group)
+        # Not the group: what a group's agreement holds on to must not keep the group alive.
+        with _explained(_place(group)):
             self._channel = open_side_channel(group)
 
     def maximum(self, x: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ class SideGroup:
         """
         x, other = x.clone(), torch.empty_like(x)
         reach = 1
-        with _explained(self._group):
+        with _explained((self.rank, self.size)):
             while reach < self.size:
                 sent = self._channel.send([x.clone()], (self.rank + reach) % self.size, reach)
                 self._channel.recv([other], (self.rank - reach) % self.size, reach).wait()
@@ -167,7 +166,7 @@ class SideGroup:
 
     def _all_gather(self, x: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(x) for _ in range(self.size)]
-        with _explained(self._group):
+        with _explained((self.rank, self.size)):
             self._channel.allgather([gathered], [x]).wait()
         return gathered
 
@@ -176,7 +175,7 @@ def open_side_channel(group: dist.ProcessGroup) -> Any:
     """Open a gloo group over the ranks of `group`, which torch's list of groups does not know."""
     if not dist.is_gloo_available():
         raise RuntimeError("this build of torch has no gloo, which ranks compare arguments over")
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = _place(group)
     store = dist.PrefixStore("kda_cp side group", group.get_group_store())
     # A store may outlive a group, and gloo must not find the addresses of one that has gone.
     number = store.add(f"opened by {rank}", 1)
@@ -195,13 +194,17 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.default_pg_timeout
 
 
+def _place(group: dist.ProcessGroup) -> tuple[int, int]:
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 @contextmanager
-def _explained(group: dist.ProcessGroup) -> Iterator[None]:
-    """Say what a failure of the transport means to someone who called the operator."""
+def _explained(place: tuple[int, int]) -> Iterator[None]:
+    """Say what a failure of the transport means to a caller; place: rank, size of the group."""
     try:
         yield
     except RuntimeError as error:  # torch's DistError and its kinds are RuntimeErrors
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = place
         raise RuntimeError(
             f"communication failed on rank {rank} of a context-parallel group of {size}: another "
             "rank died, raised an error alone, or did not make the same call within the group's "

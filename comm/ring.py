@@ -31,13 +31,14 @@ class RingExchange(Exchange):
 
     def __init__(self, plan: Plan, rank: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(plan, rank, group)
-        self._sending: list[Work[list[Tensor]]] = []
+        # Also what is received, until it is waited for: gloo gives up a message whose handle goes.
+        self._under_way: list[Work[list[Tensor]]] = []
         self._hops = {backward: _hops_of(plan, rank, backward) for backward in (False, True)}
 
     def finish_sending(self) -> None:
         """Wait until what `Pending.wait()` left on its way to other ranks has arrived there."""
-        sending, self._sending = self._sending, []
-        for work in sending:
+        under_way, self._under_way = self._under_way, []
+        for work in under_way:
             work.wait()
 
     def _start_entry(
@@ -102,24 +103,24 @@ class RingExchange(Exchange):
             receives = [hop for hop in hops if fragments[hop[1]].rank == self.rank]
             sources = [fragments[source].rank for source, _ in receives]
             work = start_hop(sends, sources, slots, self.group)
+            self._under_way.append(work)
             return [target for _, target in receives], work
 
         for fragment in handing_on:
             if not fragment.full:
                 leave(fragment.index, own[fragment.index])
         first, later = self._hops[backward]
-        under_way = start(first)
+        started = start(first)
 
         def finish() -> dict[int, Tensor]:
-            targets, work = under_way
+            targets, work = started
             for hops in (*later, ()):
-                if targets:
+                if targets:  # else nothing comes, and nobody here need wait for what goes
+                    self._under_way.remove(work)
                     for index, state in zip(targets, work.wait(), strict=True):
                         arrived[index] = state
                         if fragments[index].full:
                             leave(index, fold(A[index], own[index], state))
-                else:  # nothing comes, and the caller need not wait for what goes
-                    self._sending.append(work)
                 targets, work = start(hops)
             return arrived
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kda_cp import eager
-from kda_cp.autograd import ChunkKDA
+from kda_cp.autograd import ChunkKDA, recordable
 from kda_cp.context import CPContext
 from kda_cp.pipeline import Call
 from kda_cp.recurrent import recurrent_kda
@@ -132,7 +132,6 @@ def chunk_kda(
         >>> o.shape, state.shape
         (torch.Size([1, 100, 2, 16]), torch.Size([2, 2, 16, 16]))
     """
-    arguments = dict(locals())  # what the other ranks must have been called with as well
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     error = None
     try:
@@ -169,14 +168,27 @@ def chunk_kda(
     )
     training = recorded
     if isinstance(cp_context, CPContext):
-        training = cp_context.agree(lambda: describe_call("chunk_kda", arguments), error, recorded)
-        if cp_context.check == "off" and cp_context.size > 1:
-            training = torch.is_grad_enabled()  # nobody knows what the others record
+        training = cp_context.agree(
+            lambda: describe_call(
+                inputs,
+                settings,
+                impl=impl,
+                output_final_state=output_final_state,
+                disable_recompute=disable_recompute,
+                return_intermediate_states=return_intermediate_states,
+                state_v_first=state_v_first,
+            ),
+            error,
+            recorded,
+        )
     elif error is not None:
         raise error
-    if training and not recorded:
-        # Another rank goes backward, which all do together: this one's o must lead there too.
-        inputs = inputs._replace(q=q.detach().requires_grad_())
+    if training:
+        inputs = Inputs(*(recordable(x) for x in inputs))
+        initial_state = recordable(initial_state)
+        if not recorded:
+            # Another rank goes backward, which all do together: this one's o must lead there too.
+            inputs = inputs._replace(q=inputs.q.detach().requires_grad_())
 
     state = initial_state.mT if state_v_first and initial_state is not None else initial_state
     final_state: Tensor | None

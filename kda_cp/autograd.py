@@ -14,6 +14,11 @@ from kda_cp.pipeline import Call, Saved
 from kda_cp.stages import ChunkTerms, Inputs
 
 
+def recordable(x: Tensor | None) -> Any:
+    """Return x, or a copy if x was made in `torch.inference_mode()`: autograd may save that."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
 class ChunkKDA(torch.autograd.Function):
     """Kimi Delta Attention in chunks: forward and backward are passes of `pipeline`.
 

@@ -136,15 +136,16 @@ class CPContext:
             wants_gradient: whether this rank's call will be differentiated.
 
         Returns:
-            Whether any rank's call will be differentiated.
+            Whether any rank's call will be differentiated; without a comparison, whether it may.
 
         Raises:
-            ValueError, NotImplementedError: ranks disagree or one objects; on all ranks the same.
+            ValueError, TypeError, NotImplementedError: ranks disagree or one objects; on all ranks
+                the same.
         """
         if self._agreement is None or self.check == "off":
             if error is not None:
                 raise error
-            return wants_gradient
+            return wants_gradient or (self._agreement is not None and torch.is_grad_enabled())
         claim = {} if error is not None else {**describe(), "cp_context": self.claim}
         return self._agreement.check(claim, error, wants_gradient)
 
@@ -292,9 +293,9 @@ def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) ->
             and cu_seqlens.device.type == "cpu"  # on a GPU a look would wait for the device
             and not torch.equal(cu_seqlens.long(), cu_seqlens_cpu.long())
         ):
+            expected, came = (_brief(x.tolist()) for x in (cu_seqlens, cu_seqlens_cpu))
             raise ValueError(
-                f"cu_seqlens_cpu: expected the values of cu_seqlens, {cu_seqlens.tolist()}, "
-                f"got {cu_seqlens_cpu.tolist()}"
+                f"cu_seqlens_cpu: expected the values of cu_seqlens, {expected}, got {came}"
             )
         name, cu_seqlens = "cu_seqlens_cpu", cu_seqlens_cpu
     if isinstance(cu_seqlens, Tensor):

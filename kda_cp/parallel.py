@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kda_cp.autograd import recordable
 from kda_cp.comm.collectives import all_reduce_sum, start_all_gather, start_all_to_all
 from kda_cp.context import CPContext
+from kda_cp.validation import describe_tensor
 
 
 def shard(x: Tensor, cp_context: CPContext, dim: int = 1) -> Tensor:
@@ -108,10 +110,11 @@ def reshard(x: Tensor, from_context: CPContext, to_context: CPContext, dim: int 
     for what, a, b in (
         ("global tokens", from_context.plan.num_tokens, to_context.plan.num_tokens),
         ("ranks", from_context.size, to_context.size),
-        ("group", from_context.group, to_context.group),
     ):
         if a != b and error is None:
             error = ValueError(f"to_context: expected the {what} of from_context, {a}, got {b}")
+    if error is None and from_context.group != to_context.group:
+        error = ValueError("to_context: expected the group of from_context, got another")
     x = _agree_on_tokens("reshard", x, dim, from_context, to_context, error)
     moved: Tensor = _Reshard.apply(x.movedim(dim, 0), from_context, to_context)
     return moved.movedim(0, dim)
@@ -135,17 +138,15 @@ def reduce_gradients(parameters: Tensor | Iterable[Tensor], cp_context: CPContex
         Collective over the group: one all-reduce for each dtype and device.
     """
     _expect_context("cp_context", cp_context)
-    error, chosen = None, []
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    if isinstance(parameters, Iterable) and not isinstance(parameters, Mapping):
-        chosen = [p for p in parameters if p.requires_grad]
-    else:
-        came = type(parameters).__name__
-        error = ValueError(f"parameters: expected tensors, as model.parameters(), got {came}")
+    error: Exception | None = None
+    chosen: list[Tensor] = []
+    try:
+        chosen = [p for p in _expect_tensors(parameters) if p.requires_grad]
+    except Exception as caught:
+        error = caught
 
     def describe() -> dict[str, str]:
-        shapes = [f"{p.dtype} {list(p.shape)} on {p.device.type}" for p in chosen]
+        shapes = [describe_tensor(p, None) for p in chosen]
         return {"call": "reduce_gradients", "parameters": "; ".join(shapes)}
 
     cp_context.agree(describe, error)
@@ -256,18 +257,21 @@ def _agree_on_tokens(
     """
     try:
         _expect_tokens(x, context.num_tokens, dim, "local")
-    except ValueError as caught:
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
 
     def describe() -> dict[str, str]:
-        shape = ["T" if n == dim % x.dim() else d for n, d in enumerate(x.shape)]
-        words = {"call": call, "x": f"{x.dtype} [{', '.join(map(str, shape))}] on {x.device.type}"}
-        words["grad mode"] = str(torch.is_grad_enabled())
-        return words if target is None else {**words, "to_context": target.claim}
+        return {
+            "call": call,
+            "grad mode": str(torch.is_grad_enabled()),
+            "x": describe_tensor(x, dim % x.dim()),
+            "to_context": "None" if target is None else target.claim,
+        }
 
     recorded = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    if context.agree(describe, error, recorded) and not recorded:
-        return x.detach().requires_grad_()
+    joins = context.agree(describe, error, recorded) and not recorded
+    if joins and (x.is_floating_point() or x.is_complex()):
+        x = recordable(x).detach().requires_grad_()
     return x
 
 
@@ -277,9 +281,26 @@ def _expect_context(name: str, context: CPContext) -> None:
         raise ValueError(f"{name}: expected a context from build_cp_context, got {came}")
 
 
+def _expect_tensors(parameters: object) -> list[Tensor]:
+    expected = "parameters: expected tensors, as model.parameters(), got"
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, Mapping):
+        raise ValueError(f"{expected} {type(parameters).__name__}")
+    tensors = list(parameters)
+    for n, p in enumerate(tensors):
+        if not isinstance(p, Tensor):
+            raise ValueError(f"{expected} {type(p).__name__} at position {n}")
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(f"parameters: expected dense gradients, got {p.grad.layout} at {n}")
+    return tensors
+
+
 def _expect_tokens(x: Tensor, expected: int, dim: int, which: str) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"x: expected a tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ValueError(f"dim: expected an int, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: expected a dimension of a {x.dim()}-dimensional x, got {dim}")
     if x.shape[dim] != expected:

@@ -14,6 +14,7 @@ the part before travel, and its entered segments while those of the next do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from kda_cp.comm.exchange import Exchange, Transitions
 from kda_cp.comm.layout import pieces
+from kda_cp.comm.plan import Fragment
 from kda_cp.platform import exact_products
 from kda_cp.segments import SegmentTable, Walk
 from kda_cp.stages import ChunkTerms, Inputs, Settings, Stages
@@ -101,6 +103,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
         instances, rows = table.starting
         entry[instances] = initial_state[rows]
 
+    plan, rank = table.plan, table.rank
     parts = [(heads, terms.of_heads(heads)) for heads in _parts(call.exchange, state[0])]
     pending = []
     for heads, part in parts:
@@ -111,7 +114,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
             (table.reset_maps, b_reset), (table.full_maps, b_full), wanted=table.exited_slots
         )
         A = _select((table.full_maps, A), wanted=table.full_slots)
-        slots = _by_slot(b, table.batch), _by_slot(A, table.batch)
+        slots = _by_slot(b, plan.exited(rank), table), _by_slot(A, plan.full(rank), table)
         pending.append(call.exchange.start_entry(*slots, call.training, stages.fold))
 
     values = new_zeros((*terms.u.shape,))
@@ -173,7 +176,8 @@ def _backward(
     for (heads, part), transitions in zip(parts, saved.transitions, strict=True):
         dwalked = dexit[table.entered.instances, heads]
         c = stages.walk_state_back(table.entered, part, dvalues[:, heads], dwalked)
-        c = _by_slot(_select((table.entered, c), wanted=table.entered_slots), table.batch)
+        c = _select((table.entered, c), wanted=table.entered_slots)
+        c = _by_slot(c, table.plan.entered(table.rank), table)
         pending.append(call.exchange.start_exit_gradient(c, transitions, stages.fold_adjoint))
 
     dv_new, dh = torch.empty_like(terms.u), torch.empty_like(h)
@@ -219,6 +223,6 @@ def _select(*walked: tuple[Walk, Tensor], wanted: Tensor) -> Tensor:
     return values[position[torch.searchsorted(instances[position], wanted)]]
 
 
-def _by_slot(values: Tensor, batch: int) -> Tensor:
-    slots = values.shape[0] // batch if batch else 0
-    return values.view(slots, batch, *values.shape[1:])
+def _by_slot(values: Tensor, fragments: Sequence[Fragment], table: SegmentTable) -> Tensor:
+    """[slots * batch, ...] to [slots, batch, ...], also where the batch has no rows."""
+    return values.view(len(fragments), table.batch, *values.shape[1:])

@@ -8,7 +8,6 @@ are checked under `torch.autograd.set_detect_anomaly`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from numbers import Real
 
 import torch
@@ -20,6 +19,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHUNK_SIZES = (16, 32, 64)
 IMPLS = ("auto", "reference", "torch", "triton")
 PRECISIONS = (None, "ieee", "tf32")
+_OF_TOKENS = ("q", "k", "v", "g", "beta")
 GATE_BOUND = -5.0
 """The lowest bound of the sigmoid gate, natural log."""
 
@@ -186,29 +186,39 @@ def make_settings(
         chunk_size=chunk_size,
         normalize_qk=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound if use_gate_in_kernel else None,
+        lower_bound=float(lower_bound) if use_gate_in_kernel and lower_bound is not None else None,
         sigmoid_beta=use_beta_sigmoid_in_kernel,
         beta_factor=2.0 if allow_neg_eigval else 1.0,
     )
 
 
-def describe_call(name: str, arguments: Mapping[str, object]) -> dict[str, str]:
-    """What ranks that make one call together must have in common, in words.
+def describe_tensor(x: Tensor | None, token_dim: int | None) -> str:
+    """Type, shape and kind of device of a tensor, whatever its number of tokens."""
+    if x is None:
+        return "None"
+    shape = ("T" if n == token_dim else str(size) for n, size in enumerate(x.shape))
+    return f"{x.dtype} [{', '.join(shape)}] on {x.device.type}"
 
-    Left out are the number of tokens, what the context says for itself, and `initial_state`, which
-    only the ranks that read a row of it need to give.
+
+def describe_call(inputs: Inputs, settings: Settings, **options: object) -> dict[str, str]:
+    """What ranks that call the operator together must have in common, by argument, in words.
+
+    Not `initial_state`, which only ranks that read a row of it need to give.
     """
-    words = {"call": name, "grad mode": str(torch.is_grad_enabled())}
-    for argument, value in arguments.items():
-        if argument in ("cp_context", "initial_state"):
-            continue
-        if isinstance(value, Tensor):
-            shape = ["T" if n == 1 and value.dim() > 2 else d for n, d in enumerate(value.shape)]
-            shown = ", ".join(map(str, shape))
-            words[argument] = f"{value.dtype} [{shown}] on {value.device.type}"
-        else:
-            words[argument] = repr(value)
-    return words
+    tensors = zip(Inputs._fields, inputs, strict=True)
+    return {
+        "call": "chunk_kda",
+        "grad mode": str(torch.is_grad_enabled()),
+        **{name: describe_tensor(x, 1 if name in _OF_TOKENS else None) for name, x in tensors},
+        "scale": str(settings.scale),
+        "chunk_size": str(settings.chunk_size),
+        "use_qk_l2norm_in_kernel": str(settings.normalize_qk),
+        "use_gate_in_kernel": str(settings.gate_in_kernel),
+        "lower_bound": str(settings.lower_bound),
+        "use_beta_sigmoid_in_kernel": str(settings.sigmoid_beta),
+        "allow_neg_eigval": str(settings.beta_factor != 1),
+        **{name: str(value) for name, value in options.items()},
+    }
 
 
 def _check_log_decay(g: Tensor, lower_bound: float | None) -> None:

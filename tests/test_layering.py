@@ -67,7 +67,7 @@ ROWS: Mapping[str, Row] = {
     "context": Row(own=("comm.*", "platform", "segments"), distributed=True),
     "pipeline": Row(own=("comm.*", "segments", "stages", "platform")),
     "autograd": Row(own=("comm.exchange", "stages", "pipeline")),
-    "parallel": Row(own=("comm.*", "context")),
+    "parallel": Row(own=("autograd", "comm.*", "context", "validation")),
     "conv": Row(own=("comm.*", "context", "segments", "platform")),
     "resolve": Row(own=("validation", "context", "reference", "stages")),
     "api": Row(

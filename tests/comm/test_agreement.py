@@ -1,8 +1,14 @@
 """What the ranks make of their reports: which error, whom it names, and what counts as right."""
 
+import gc
+import os
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from kda_cp.comm import agreement
 from kda_cp.comm.agreement import Report, agreement_of, find_disagreement
 from kda_cp.comm.collectives import SideGroup
 
@@ -77,13 +83,43 @@ def test_messages_between_hosts_reach_every_rank(ranks, P):
         assert texts == [["x" * r for r in range(P)], [""] * P, ["", *["größer"] * (P - 1)]]
 
 
+def test_fingerprints_tell_claims_apart():
+    claims = [{"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": "xb"}, {"ab": "x"}, {}]
+    claims += [{"a": str(n)} for n in range(10_000)]
+    prints = {agreement._fingerprint(claim) for claim in claims}
+    assert len(prints) == len(claims) and all(0 <= number < 2**56 for number in prints)
+
+
 def made_once(group):
-    first = agreement_of(group)
-    return agreement_of(group) is first
+    connected = []
+    agreement.connect, connect = connected.append, agreement.connect
+    try:
+        first = agreement_of(group)
+        return agreement_of(group) is first, len(connected)
+    finally:
+        agreement.connect = connect
 
 
-def test_a_group_has_one_agreement(ranks):
-    assert all(ranks.run(made_once, ranks=2))
+def test_a_group_has_one_agreement_and_is_connected_once(own_ranks):
+    assert own_ranks.run(made_once, ranks=2) == [(True, 1)] * 2
+
+
+def threads_after_each_of_many_groups(group):
+    counts = []
+    for _ in range(4):
+        own = dist.new_group([0, 1])
+        agreement_of(own)
+        dist.destroy_process_group(own)
+        del own
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_an_agreement_ends_with_its_group(own_ranks):
+    for counts in own_ranks.run(threads_after_each_of_many_groups, ranks=2):
+        assert counts[-1] <= counts[0]
 
 
 def checks(group):

@@ -120,6 +120,40 @@ def test_a_rank_takes_part_in_its_own_hops_of_a_ring_alone(ranks):
     assert [sum(result[2].values()) for result in results] == [1, 2, 2, 1]
 
 
+def count_folds(group, algorithm):
+    """Folds of one sequence over the ranks, forward and backward."""
+    rank, P = group.rank(), group.size()
+    plan = make_plan([0, 8 * P], P)
+    b, A, c = draw_maps(plan, seed=5)
+    exchange = EXCHANGES[algorithm](plan, rank, group)
+    counts = [0, 0]
+
+    def counted(direction, step):
+        def fold(*arguments):
+            counts[direction] += 1
+            return step(*arguments)
+
+        return fold
+
+    own = [[f.index for f in fragments(rank)] for fragments in (plan.exited, plan.full)]
+    pending = exchange.start_entry(b[own[0]], A[own[1]], True, counted(0, affine.apply))
+    _, kept = pending.wait()
+    c = c[[f.index for f in plan.entered(rank)]]
+    exchange.start_exit_gradient(c, kept, counted(1, affine.apply_adjoint)).wait()
+    exchange.finish_sending()
+    return counts
+
+
+def test_no_step_of_a_fold_is_done_twice(ranks):
+    P = 6
+    for rank, counts in enumerate(ranks.run(count_folds, "all_to_all", ranks=P)):
+        assert counts == [P - 2, P - 2]  # of its heads, all of the chain
+        gather = ranks.run(count_folds, "all_gather", ranks=P)[rank]
+        assert gather == [max(rank - 1, 0), max(P - rank - 2, 0)]
+    inner = [1] * (P - 2)
+    assert [c[0] for c in ranks.run(count_folds, "ring", ranks=P)] == [0, *inner, 0]
+
+
 def kind_of(collective: str) -> str:
     if collective == "batch_isend_irecv":
         return HOP

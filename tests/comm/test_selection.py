@@ -17,6 +17,7 @@ MODEL = {"key_dim": 128, "value_dim": 128}  # a transition of 32 heads has 2 MiB
     [
         (1, 1, 32, 1, "all_gather"),
         (2, 1, 64, 8, "all_gather"),  # two ranks need no transition, wherever they are
+        (3, 1, 32, 1, "all_to_all"),
         (8, 8, 32, 1, "all_gather"),  # keeps 12 MiB
         (10, 16, 32, 1, "all_gather"),  # 16 MiB, just
         (11, 16, 32, 1, "all_to_all"),

@@ -38,7 +38,7 @@ DIFFERENCES = {
     "more value heads": ({"HV": 3}, {}, "v: expected torch.float32 [1, T, 2, 24] on cpu, as on"),
     "another K and V of the same product": ({"K": 24, "V": 16}, {}, "q: expected torch.float32 [1"),
     "chunk size": ({}, {"chunk_size": 16}, "chunk_size: expected 64, as on {others}, got 16"),
-    "scale": ({}, {"scale": 0.5}, "scale: expected None, as on {others}, got 0.5"),
+    "scale": ({}, {"scale": 0.5}, "scale: expected 0.25, as on {others}, got 0.5"),
     "a flag": ({}, {"output_final_state": True}, "output_final_state: expected False, as on"),
     "a bound": ({}, {"lower_bound": -4.0}, "lower_bound: expected -5.0, as on {others}, got -4.0"),
     "no A_log": ({"A_log": False}, {}, "A_log: expected torch.float32 [2] on cpu, as on {others}"),
@@ -132,15 +132,185 @@ def another_grad_mode(group):
     context = build_cp_context([0, 30], group)
     inputs = {n: shard(x, context).requires_grad_() for n, x in draw_inputs(30, K=16).items()}
     with torch.set_grad_enabled(group.rank() != 1):
-        return error_of(lambda: chunk_kda_cp(**inputs, cp_context=context))
+        return [
+            error_of(lambda: chunk_kda_cp(**inputs, cp_context=context)),
+            error_of(lambda: unshard(inputs["q"], context)),
+        ]
 
 
 def test_a_rank_under_no_grad_alone_is_named(ranks):
     """It would take no part in the others' backward."""
-    for error in ranks.run(another_grad_mode, ranks=3, timeout=SECONDS):
-        assert error == (
-            "ValueError: rank 1: grad mode: expected True, as on ranks 0, 2, got False"
+    expected = "ValueError: rank 1: grad mode: expected True, as on ranks 0, 2, got False"
+    for errors in ranks.run(another_grad_mode, ranks=3, timeout=SECONDS):
+        assert errors == [expected] * 2
+
+
+TABLES = ([[(0, 9)], [(9, 18)], [(18, 90)]], [[(0, 30)], [(30, 60)], [(60, 90)]])
+
+
+def another_context(group, other):
+    """Rank 1 calls with, and builds, another context than the rest."""
+    rank = group.rank()
+    usual = {"cu_seqlens": [0, 90], "fragments": TABLES[1]}
+    contexts = [build_cp_context(group=group, **arguments) for arguments in (usual, usual | other)]
+    context = contexts[rank == 1]
+    inputs = draw_inputs(context.num_tokens, H=2, K=16)
+    return [
+        error_of(lambda: chunk_kda_cp(**inputs, cp_context=context)),
+        error_of(lambda: build_cp_context(group=group, **(usual | other if rank == 1 else usual))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"exchange": "ring"}, "exchange"),
+        ({"fragments": TABLES[0]}, "fragments"),
+        ({"fragments": TABLES[1][::-1]}, "fragments"),  # as many tokens on each rank
+        ({"cu_seqlens": 90}, "cu_seqlens"),
+        ({"cu_seqlens": [0, 40, 90]}, "cu_seqlens"),
+    ],
+    ids=str,
+)
+def test_contexts_that_differ_in_anything_are_told_apart(ranks, other, name):
+    for call, build in ranks.run(another_context, other, ranks=3, timeout=SECONDS):
+        assert call.startswith("ValueError: rank 1: cp_context: expected 90 tokens, 1 sequences,")
+        assert build.startswith(f"ValueError: rank 1: {name}: expected")
+
+
+def spelled_otherwise(group):
+    """Rank 1 means the same as the others in other words; only some ranks give the state."""
+    context = build_cp_context([0, 90], group)
+    inputs = {n: shard(x, context) for n, x in draw_inputs(90, K=16, raw_gate=True).items()}
+    state = torch.ones(1, 2, 16, 16)
+    one = {"scale": 0.25, "impl": "torch", "precision": "ieee", "lower_bound": -5}
+    words = one if context.rank == 1 else {"lower_bound": -5.0}
+    if context.rank == context.initial_state_owner(0):
+        words["initial_state"] = state
+    inputs = {n: torch.nn.Parameter(x) if context.rank == 2 else x for n, x in inputs.items()}
+    return error_of(
+        lambda: chunk_kda_cp(
+            **inputs, cp_context=context, use_gate_in_kernel=True, safe_gate=True, **words
         )
+    )
+
+
+def test_the_same_call_in_other_words_is_no_disagreement(ranks):
+    assert ranks.run(spelled_otherwise, ranks=3, timeout=SECONDS) == [None] * 3
+
+
+def tensors_elsewhere(group):
+    context = build_cp_context([0, 90], group)
+    inputs = {n: shard(x, context) for n, x in draw_inputs(90, K=16).items()}
+    if context.rank == 1:
+        inputs = {n: x.to("meta") for n, x in inputs.items()}
+    return error_of(lambda: chunk_kda_cp(**inputs, cp_context=context))
+
+
+def test_a_rank_with_tensors_on_another_device_is_named(ranks):
+    for error in ranks.run(tensors_elsewhere, ranks=3, timeout=SECONDS):
+        assert error.startswith(
+            "ValueError: rank 1: q: expected torch.float32 [1, T, 2, 16] on cpu"
+        )
+        assert error.endswith("on meta")
+
+
+class Unprintable(float):
+    def __str__(self):
+        raise LookupError("no words for it")
+
+    __repr__ = __str__
+
+
+def mistakes_of_one_rank(group):
+    """Mistakes that other code than the checks of the operator would trip over."""
+    one = group.rank() == 1
+    context = build_cp_context([0, 90], group)
+    inputs = draw_inputs(30, H=2, K=16)
+    x = torch.ones(30)
+    model = torch.nn.Linear(2, 2)
+    embedding = torch.nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    return [
+        error_of(lambda: unshard(x, context, dim=None if one else 0)),
+        error_of(lambda: unshard(x, context, dim=0.0 if one else 0)),
+        error_of(
+            lambda: reduce_gradients(
+                model.named_parameters() if one else model.parameters(), context
+            )
+        ),
+        error_of(lambda: reduce_gradients([embedding.weight] if one else [], context)),
+        error_of(
+            lambda: chunk_kda_cp(**inputs, cp_context=context, scale=Unprintable(1) if one else 1)
+        ),
+    ]
+
+
+def test_any_mistake_of_one_rank_is_heard_by_all(ranks):
+    expected = [
+        "rank 1: dim: expected an int, got None",
+        "rank 1: dim: expected an int, got 0.0",
+        "rank 1: parameters: expected tensors, as model.parameters(), got tuple at position 0",
+        "rank 1: parameters: expected dense gradients, got torch.sparse_coo at 0",
+        None,
+    ]
+    for texts in ranks.run(mistakes_of_one_rank, ranks=3, timeout=SECONDS):
+        for text, want in zip(texts, expected, strict=True):
+            assert text is None if want is None else text == "ValueError: " + want
+
+
+def rows_without_end(group, exchange):
+    context = build_cp_context(90, group, exchange=exchange)
+    inputs = {n: shard(x, context)[:0] for n, x in draw_inputs(90, K=16).items()}
+    inputs = {n: x.requires_grad_() for n, x in inputs.items()}
+    o, _ = chunk_kda_cp(**inputs, cp_context=context)
+    o.sum().backward()
+    return o.shape, inputs["q"].grad.shape
+
+
+def test_a_batch_of_no_rows_is_legal(ranks, exchange):
+    shapes = ranks.run(rows_without_end, exchange, ranks=3)
+    assert shapes == [((0, 30, 2, 16), (0, 30, 2, 16))] * 3
+
+
+def from_inference_mode(group, trains):
+    """Rank 1's inputs come from inference mode: all of them, or v alone beside trained ones."""
+    context = build_cp_context([0, 90], group)
+    inputs = {n: shard(x, context) for n, x in draw_inputs(90, K=16).items()}
+    with torch.inference_mode():
+        made = {n: x * 1 for n, x in inputs.items()}
+        tokens = made["v"]
+    if context.rank != 1:
+        inputs = {n: x.requires_grad_() for n, x in inputs.items()}
+    else:
+        inputs = {n: x.requires_grad_() for n, x in inputs.items()} | {"v": made["v"]}
+        inputs = inputs if trains else made
+    o, _ = chunk_kda_cp(**inputs, cp_context=context)
+    whole = unshard(tokens if context.rank == 1 else inputs["v"], context)
+    (o.sum() + whole.sum()).backward()
+    return {n: x.grad for n, x in inputs.items()}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_tensors_from_inference_mode_take_part_as_frozen_ones(ranks, trains):
+    answers = ranks.run(from_inference_mode, trains, ranks=3, timeout=SECONDS)
+    assert all(grad is not None for rank in (0, 2) for grad in answers[rank].values())
+    assert (answers[1]["q"] is not None) is trains
+    assert answers[1]["v"] is None
+
+
+def only_a_state_trains(group):
+    context = build_cp_context([0, 90], group)
+    inputs = {n: shard(x, context) for n, x in draw_inputs(90, K=16).items()}
+    state = torch.zeros(1, 2, 16, 16, requires_grad=context.rank == 0)
+    o, _ = chunk_kda_cp(**inputs, cp_context=context, initial_state=state)
+    o.sum().backward()
+    return state.grad
+
+
+def test_a_state_that_alone_needs_a_gradient_gets_it(ranks):
+    first, *others = ranks.run(only_a_state_trains, ranks=3, timeout=SECONDS)
+    assert first.any() and others == [None, None]
 
 
 EVERYTHING = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -207,7 +377,8 @@ def frozen_without_a_check(group):
     if context.rank != 1:
         local = {n: x.requires_grad_() for n, x in local.items()}
     o, _ = chunk_kda_cp(**local, cp_context=context)
-    o.sum().backward()
+    (o.sum() + unshard(local["v"], context).sum()).backward()
+    unshard(torch.arange(30), context, dim=0)  # integers have no gradient to expect
     return local["v"].grad
 
 
@@ -233,6 +404,8 @@ def test_one_rank_needs_no_agreement(ranks):
 
 
 def alone(group):
-    context = build_cp_context([0, 9], group)
+    context = build_cp_context([0, 9], group, check="off")
     assert context._agreement is None
+    o, _ = chunk_kda_cp(**draw_inputs(9), cp_context=context)
+    assert not o.requires_grad
     return error_of(lambda: chunk_kda_cp(**draw_inputs(9), cp_context=context, scale="big"))

@@ -73,6 +73,15 @@ def test_bytes_received_are_the_plan_s(ranks, P, layout):
         assert received[1] - own[1] == traffic.backward
 
 
+@pytest.mark.parametrize(("heads", "parts"), [(1, 1), (2, 2), (4, 4), (6, 4)])
+def test_a_ring_passes_the_heads_in_at_most_four_parts(ranks, heads, parts):
+    draw = {"H": 1, "HV": heads, "K": 16, "V": 16}
+    call = ShardedCall([0, 60], {}, draw, {}, exchange="ring")
+    for rank, answer in enumerate(ranks.run(call, ranks=3)):
+        hops = parts * (2 if rank == 1 else 1)
+        assert [len(answer.forward), len(answer.backward)] == [hops, hops]
+
+
 def bytes_of_inference(group):
     context = build_cp_context([0, 37, 200], group)
     inputs, _ = ShardedCall([0, 37, 200], draw=DRAW, states=False).draw_global(context.size)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from kda_cp import build_cp_context, chunk_kda, chunk_kda_cp, reduce_gradients, shard, unshard
+from kda_cp import (
+    build_cp_context,
+    chunk_kda,
+    chunk_kda_cp,
+    platform,
+    reduce_gradients,
+    shard,
+    unshard,
+)
 from kda_cp.testing.compare import assert_bitwise, draw_inputs, draw_upstream, run
 from kda_cp.testing.sharded import TRAINING_OPTIONS, ShardedCall, assert_equals_oracle
 
@@ -161,6 +169,30 @@ def test_tokens_of_another_length_are_refused():
         reduce_gradients(torch.nn.Linear(1, 1), context)
     with pytest.raises(ValueError, match="dim: expected a dimension of a 2-dimensional x, got 2"):
         shard(torch.zeros(1, 10), context, dim=2)
+
+
+def sum_small_to_large(group):
+    context = build_cp_context(4, group)
+    x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    (unshard(x, context, dim=0) * (256.0 if context.rank == 0 else 1.0)).sum().backward()
+    return x.grad.item()
+
+
+def test_gradients_of_unshard_are_summed_in_fp32(ranks):
+    # 256 + 1 is 256 in bf16; 259, rounded once, is 260.
+    assert ranks.run(sum_small_to_large, ranks=4) == [260.0] * 4
+
+
+def on_machines(group):
+    platform._answers["machine"] = "one" if group.rank() in (0, 2) else f"own {group.rank()}"
+    try:
+        return build_cp_context(10, group).ranks_per_node
+    finally:
+        del platform._answers["machine"]
+
+
+def test_a_context_knows_the_most_ranks_on_one_machine(ranks):
+    assert ranks.run(on_machines, ranks=4) == [2] * 4
 
 
 def reduce_some(group):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kda_cp import build_cp_context, chunk_kda, chunk_kda_cp, reshard, shard
 from kda_cp.comm.plan import make_plan
@@ -88,6 +89,19 @@ def test_contexts_that_do_not_go_together_are_refused():
     for arguments in ((None, one), (one, 3)):
         with pytest.raises(ValueError, match="_context: expected a context from build_cp_context"):
             reshard(torch.zeros(1, 10), *arguments)
+
+
+def two_groups(group):
+    first, second = (dist.new_group([0, 1]) for _ in range(2))
+    contexts = [build_cp_context(10, own) for own in (first, second)]
+    with pytest.raises(ValueError) as caught:
+        reshard(torch.zeros(5), *contexts, dim=0)
+    return str(caught.value)
+
+
+def test_another_group_of_the_same_ranks_is_refused(own_ranks):
+    expected = "every rank: to_context: expected the group of from_context, got another"
+    assert own_ranks.run(two_groups, ranks=2) == [expected] * 2
 
 
 OPTIONS = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
