@@ -5,6 +5,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from kda_cp import build_cp_context, chunk_kda_cp, eager, shard
@@ -73,3 +74,30 @@ def test_the_others_wait_for_a_rank_that_stalls_as_long_as_the_timeout(own_ranks
     assert took < 50  # the stall lasts longer
     for rank, error in errors.items():
         assert error.startswith(f"communication failed on rank {rank} of a context-parallel group")
+
+
+def fail_half_way_and_repeat(group, exchange):
+    """A call that fails on all ranks while states travel, the same call again, and one before."""
+    context = build_cp_context([0, 80], group, exchange=exchange)
+    local = {n: shard(x, context) for n, x in draw_inputs(80, H=1, HV=4, K=16).items()}
+    before, _ = chunk_kda_cp(**local, cp_context=context)
+    walk_state = eager.walk_state
+
+    def fail_at_the_fresh_segments(*arguments, o=None, **keywords):
+        if o is not None:
+            raise MemoryError("no room")
+        return walk_state(*arguments, **keywords)
+
+    eager.walk_state = fail_at_the_fresh_segments
+    try:
+        with pytest.raises(MemoryError):
+            chunk_kda_cp(**local, cp_context=context)
+    finally:
+        eager.walk_state = walk_state
+    again, _ = chunk_kda_cp(**local, cp_context=context)
+    return before, again
+
+
+def test_a_call_that_failed_half_way_on_all_ranks_can_be_repeated(ranks, exchange):
+    for before, again in ranks.run(fail_half_way_and_repeat, exchange, ranks=P):
+        assert torch.equal(before, again)
