@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from kda_cp.testing.ranks import RankPool
 
 # Several processes compute at once in a run; more threads than this only wait for each other.
 torch.set_num_threads(2)
+
+# `--hypothesis-profile long` is for tests/distributed/test_fuzz.py: 9 times as many sharded calls.
+settings.register_profile("long", max_examples=220, deadline=None, derandomize=False)
 
 
 @pytest.fixture(scope="session")
