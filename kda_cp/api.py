@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from kda_cp.autograd import ChunkKDA, recordable
 from kda_cp.context import CPContext
 from kda_cp.pipeline import Call
 from kda_cp.recurrent import recurrent_kda
-from kda_cp.resolve import choose_impl, context_for, run_oracle
+from kda_cp.resolve import choose_impl, choose_recurrent_impl, context_for, run_oracle
 from kda_cp.segments import SegmentTable
 from kda_cp.stages import Inputs
 from kda_cp.validation import check_flags, check_initial_state, describe_call, make_settings
@@ -83,7 +84,8 @@ def chunk_kda(
             pre-gated g it changes nothing and promises g >= lower_bound, which is checked under
             `torch.autograd.set_detect_anomaly(True)`, as is g <= 0.
         disable_recompute: keep the forward's intermediates for the backward: faster, and memory
-            that grows by about (3 K + V + C) values a token and head.
+            that grows by about (3 K + V + C) values a token and head. No effect with "triton",
+            whose backward computes its own.
         return_intermediate_states: also return the entry state of every local chunk.
         state_v_first: states are given and returned as [.., V, K].
         cu_seqlens: [N + 1], boundaries of N sequences packed in one row (B = 1), int32 or int64
@@ -93,10 +95,13 @@ def chunk_kda(
         cp_context: the layout of the batch over ranks (`build_cp_context`); q, k, v, g, beta are
             this rank's shard, states are global.
         chunk_size: tokens a chunk, 16, 32 or 64.
-        precision: products of float32 inputs, "ieee" or None (the same). "tf32" is for the
-            Triton kernels to come and refused by every other implementation.
-        impl: "torch" (chunks on batched products, any device), "reference" (token by token in
-            float64, one rank), "triton" (not available yet: raises), or "auto", which is "torch".
+        precision: products of float32 inputs, "ieee" or None (the same): exact to float32, on the
+            Triton kernels as three tf32 products. "tf32" rounds their operands to tf32, on the
+            Triton kernels alone; refused elsewhere.
+        impl: "torch" (chunks on batched products in float32, any device), "triton" (kernels for
+            the forward, NVIDIA GPUs from Ampere on, K up to 256, not float64; the backward is
+            "torch"'s; bf16 inputs are multiplied in bf16), "reference" (token by token in
+            float64, one rank), or "auto": "triton" where it serves on a GPU, else "torch".
 
     Returns:
         (o, final_state), or (o, final_state, h) with `return_intermediate_states`.
@@ -145,6 +150,7 @@ def chunk_kda(
             safe_gate=safe_gate,
             lower_bound=lower_bound,
             chunk_size=chunk_size,
+            precision=precision,
         )
         check_flags(
             output_final_state=output_final_state,
@@ -152,7 +158,7 @@ def chunk_kda(
             return_intermediate_states=return_intermediate_states,
             state_v_first=state_v_first,
         )
-        impl = choose_impl(impl, precision)
+        impl = choose_impl(impl, precision, inputs)
         context = context_for(q, cu_seqlens, cu_seqlens_cpu, cp_context)
         if impl == "reference" and context.size > 1:
             raise ValueError(
@@ -202,11 +208,13 @@ def chunk_kda(
             exchange=context.exchange_for(
                 heads=v.shape[2], key_dim=k.shape[3], value_dim=v.shape[3], batch=q.shape[0]
             ),
-            stages=eager,
+            # Imported late: Triton is not everywhere that PyTorch is.
+            stages=importlib.import_module("kda_cp.compiled") if impl == "triton" else eager,
+            stages_back=eager,
             output_final_state=output_final_state,
             output_intermediate_states=return_intermediate_states,
             training=training,
-            keep_terms=disable_recompute,
+            keep_terms=disable_recompute and impl != "triton",
         )
         o, final_state, h = ChunkKDA.apply(call, state, *inputs)
     if state_v_first:
@@ -378,7 +386,7 @@ def fused_recurrent_kda(
         state_v_first=state_v_first,
         inplace_state=inplace_state,
     )
-    impl = choose_impl(impl, precision=None)
+    impl = choose_recurrent_impl(impl)
     context = context_for(q, cu_seqlens, None, None)
     sequences = context.num_sequences * (q.shape[0] if context.dense else 1)
     check_initial_state(initial_state, inputs, sequences, state_v_first)

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -264,6 +264,14 @@ def build_cp_context(
         raise error
     assert plan is not None
     return CPContext(plan, process_group, rank, dense, exchange, check, ranks_per_node, agreement)
+
+
+@lru_cache(maxsize=64)
+def local_context(cu_seqlens: int | tuple[int, ...], num_tokens: int) -> CPContext:
+    """The context of a single rank: a function of its integers, so that calls share its tables."""
+    return build_cp_context(
+        cu_seqlens, None, num_tokens=None if isinstance(cu_seqlens, int) else num_tokens
+    )
 
 
 def read_cu_seqlens(cu_seqlens: object, cu_seqlens_cpu: Tensor | None = None) -> list[int]:

@@ -64,13 +64,18 @@ def chunk_terms(inputs: Inputs, table: SegmentTable, settings: Settings) -> Chun
 def walk_state(
     walk: Walk,
     terms: ChunkTerms,
-    entry: Tensor,
+    entry: Tensor | None,
     *,
+    exits: Tensor | None = None,
     o: Tensor | None = None,
     h: Tensor | None = None,
-) -> Tensor:
-    """Walk the state through the chunks. See `Stages.walk_state`."""
-    state = entry.clone()
+) -> None:
+    """Walk the state through the chunks. See `ForwardStages.walk_state`."""
+    if entry is None:
+        heads, _, key_dim = terms.w.shape[1:]
+        state = terms.w.new_zeros((walk.size, heads, key_dim, terms.u.shape[-1]))
+    else:
+        state = entry[walk.instances]
     for chunk in walk.steps:
         S = state[: chunk.numel()]  # [n, HV, K, V]
         if h is not None:
@@ -79,7 +84,8 @@ def walk_state(
         if o is not None:
             o[chunk] = terms.qg[chunk] @ S + terms.Aqk[chunk] @ v_new
         state[: chunk.numel()] = _next_state(terms, chunk, S, v_new)
-    return state
+    if exits is not None:
+        exits[walk.instances] = state
 
 
 def walk_maps(walk: Walk, terms: ChunkTerms) -> tuple[Tensor, Tensor]:
@@ -105,13 +111,19 @@ def gather_values(x: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
     return _gather(x, table, slice(None), dtype).transpose(1, 2).contiguous()
 
 
-def scatter_values(chunks: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
-    """Scatter chunks [NC, HV, C, V] to [B, T, HV, V]. See `Stages.scatter_values`."""
-    heads, _, dim = chunks.shape[1:]
+def new_outputs(inputs: Inputs, table: SegmentTable) -> Tensor:
+    """Make zeros for the outputs of every chunk, [NC, HV, C, V]."""
+    value_heads, dim = inputs.v.shape[2:]
+    shape = (table.chunks, value_heads, table.chunk_size, dim)
+    return inputs.v.new_zeros(shape, dtype=inputs.state_dtype)
+
+
+def finish_outputs(outputs: Tensor, inputs: Inputs, table: SegmentTable) -> Tensor:
+    """Scatter chunks [NC, HV, C, V] to [B, T, HV, V]. See `ForwardStages.finish_outputs`."""
     # Not a view of something flat: what autograd returns must be open to changes in place.
-    x = chunks.new_zeros((table.batch, table.tokens, heads, dim), dtype=dtype)
-    _scatter(x.flatten(0, 1), chunks.transpose(1, 2), table, slice(None))
-    return x
+    o = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
+    _scatter(o.flatten(0, 1), outputs.transpose(1, 2), table, slice(None))
+    return o
 
 
 def walk_state_back(

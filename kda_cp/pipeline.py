@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from kda_cp.comm.layout import pieces
 from kda_cp.comm.plan import Fragment
 from kda_cp.platform import exact_products
 from kda_cp.segments import SegmentTable, Walk
-from kda_cp.stages import ChunkTerms, Inputs, Settings, Stages
+from kda_cp.stages import ChunkTerms, ForwardStages, Inputs, Settings, Stages
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class Call:
     settings: Settings
     table: SegmentTable
     exchange: Exchange
-    stages: Stages
+    stages: ForwardStages[Any]
+    stages_back: Stages
     output_final_state: bool
     output_intermediate_states: bool
     training: bool
     """Whether a backward may follow on any rank; the same on all of them."""
     keep_terms: bool
-    """Whether the forward's chunk terms are kept for the backward instead of computed again."""
+    """Whether the forward's chunk terms are kept for the backward instead of computed again; only
+    where both are of the same implementation."""
 
 
 class Saved(NamedTuple):
@@ -96,40 +98,48 @@ def backward(
 def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Outputs:
     table, stages = call.table, call.stages
     terms = stages.chunk_terms(inputs, table, call.settings)
-    state = (*terms.decay.shape[1:], inputs.v.shape[-1])
-    new_zeros = terms.decay.new_zeros
-    entry = new_zeros((table.instances, *state))
+    state = (*inputs.g.shape[2:], inputs.v.shape[-1])  # HV, K, V
+
+    def new_zeros(count: int) -> Tensor:
+        return inputs.v.new_zeros((count, *state), dtype=inputs.state_dtype)
+
+    entry = new_zeros(table.instances)
+    starts = None  # entry states of the segments that start their sequence; None is zero
     if initial_state is not None:
         instances, rows = table.starting
         entry[instances] = initial_state[rows]
+        starts = entry
 
     plan, rank = table.plan, table.rank
     parts = [(heads, terms.of_heads(heads)) for heads in _parts(call.exchange, state[0])]
     pending = []
+    exits = torch.empty_like(entry) if parts or call.output_final_state else None
     for heads, part in parts:
-        resets = entry[table.reset_maps.instances, heads]
-        b_reset = stages.walk_state(table.reset_maps, part, resets)
+        assert exits is not None
+        b = exits[:, heads]
+        entries = None if starts is None else starts[:, heads]
+        stages.walk_state(table.reset_maps, part, entries, exits=b)
         b_full, A = stages.walk_maps(table.full_maps, part)
-        b = _select(
-            (table.reset_maps, b_reset), (table.full_maps, b_full), wanted=table.exited_slots
-        )
+        b[table.full_maps.instances] = b_full
         A = _select((table.full_maps, A), wanted=table.full_slots)
-        slots = _by_slot(b, plan.exited(rank), table), _by_slot(A, plan.full(rank), table)
-        pending.append(call.exchange.start_entry(*slots, call.training, stages.fold))
+        b = _by_slot(b[table.exited_slots], plan.exited(rank), table)
+        A = _by_slot(A, plan.full(rank), table)
+        pending.append(call.exchange.start_entry(b, A, call.training, stages.fold))
 
-    values = new_zeros((*terms.u.shape,))
-    h = new_zeros((table.chunks, *state)) if call.output_intermediate_states else None
-    exit_fresh = stages.walk_state(table.fresh, terms, entry[table.fresh.instances], o=values, h=h)
-    exit_entered = entry.new_empty((table.entered.size, *state))
+    values = stages.new_outputs(inputs, table)
+    h = new_zeros(table.chunks) if call.output_intermediate_states else None
+    exits = exits if call.output_final_state else None
+    stages.walk_state(table.fresh, terms, starts, exits=exits, o=values, h=h)
     kept = []
     for (heads, part), exchanged in zip(parts, pending, strict=True):
         entry_slots, transitions = exchanged.wait()
         kept.append(transitions)
         entry[table.entered_slots, heads] = entry_slots.flatten(0, 1)
-        exit_entered[:, heads] = stages.walk_state(
+        stages.walk_state(
             table.entered,
             part,
-            entry[table.entered.instances, heads],
+            entry[:, heads],
+            exits=None if exits is None else exits[:, heads],
             o=values[:, heads],
             h=None if h is None else h[:, heads],
         )
@@ -137,16 +147,14 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
     call.exchange.finish_sending()
 
     final_state = None
-    if call.output_final_state:
-        final_state = new_zeros((table.num_states, *state))
+    if exits is not None:
+        final_state = new_zeros(table.num_states)
         instances, rows = table.ending
-        final_state[rows] = _select(
-            (table.fresh, exit_fresh), (table.entered, exit_entered), wanted=instances
-        )
+        final_state[rows] = exits[instances]
         if initial_state is not None:
             final_state[table.passing] = initial_state[table.passing]
     return Outputs(
-        o=stages.scatter_values(values, table, inputs.v.dtype),
+        o=stages.finish_outputs(values, inputs, table),
         final_state=final_state,
         h=None if h is None else h.view(table.batch, table.chunks_per_row, *state),
         saved=Saved(entry, tuple(kept), terms if call.keep_terms else None),
@@ -156,11 +164,11 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
 def _backward(
     call: Call, inputs: Inputs, saved: Saved, do: Tensor | None, dfinal: Tensor | None
 ) -> tuple[list[Tensor | None], Tensor]:
-    table, stages = call.table, call.stages
+    table, stages = call.table, call.stages_back
     terms = saved.terms or stages.chunk_terms(inputs, table, call.settings)
     entry = saved.entry
     h = entry.new_empty((table.chunks, *entry.shape[1:]))
-    stages.walk_state(table.every, terms, entry[table.every.instances], h=h)
+    stages.walk_state(table.every, terms, entry, h=h)
     if do is None:
         dvalues = torch.zeros_like(terms.u)
     else:
@@ -210,9 +218,10 @@ def _backward(
 
 
 def _parts(exchange: Exchange, value_heads: int) -> list[slice]:
-    """The heads that are exchanged together; all of them where nothing travels."""
-    count = min(exchange.parts, value_heads) if exchange.plan.exchanges_states else 1
-    return [slice(*piece) for piece in pieces(value_heads, count)]
+    """The heads that are exchanged together; none where nothing travels."""
+    if not exchange.plan.exchanges_states:
+        return []
+    return [slice(*piece) for piece in pieces(value_heads, min(exchange.parts, value_heads))]
 
 
 def _select(*walked: tuple[Walk, Tensor], wanted: Tensor) -> Tensor:

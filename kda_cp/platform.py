@@ -10,10 +10,11 @@ and kept for the life of the process, so importing this module probes nothing an
 | `device_platform` | str | "nvidia", "amd", "intel" or "cpu" |
 | `IS_NVIDIA`, `IS_AMD`, `IS_INTEL` | bool | `device_platform` is that vendor's |
 | `IS_NVIDIA_HOPPER` | bool | compute capability 9.x |
+| `IS_NVIDIA_AMPERE_OR_LATER` | bool | compute capability 8.x to 12.x |
 | `IS_NVIDIA_BLACKWELL` | bool | compute capability 10.x, 11.x or 12.x |
 | `machine` | str | a name that processes share exactly if they run on one machine |
 
-The two architecture flags ask for the capability of the current device, once.
+The architecture flags ask for the capability of the current device, once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "IS_AMD",
     "IS_INTEL",
     "IS_NVIDIA",
+    "IS_NVIDIA_AMPERE_OR_LATER",
     "IS_NVIDIA_BLACKWELL",
     "IS_NVIDIA_HOPPER",
     "device",
@@ -43,6 +45,7 @@ __all__ = [
 device: Literal["cuda", "xpu", "cpu"]
 device_platform: Literal["nvidia", "amd", "intel", "cpu"]
 IS_NVIDIA: bool
+IS_NVIDIA_AMPERE_OR_LATER: bool
 IS_NVIDIA_HOPPER: bool
 IS_NVIDIA_BLACKWELL: bool
 IS_AMD: bool
@@ -81,6 +84,7 @@ _QUESTIONS: Final[dict[str, Callable[[], str | bool]]] = {
     "device": _find_device,
     "device_platform": _find_platform,
     "IS_NVIDIA": lambda: _answer("device_platform") == "nvidia",
+    "IS_NVIDIA_AMPERE_OR_LATER": lambda: _is_nvidia_generation(8, 9, 10, 11, 12),
     "IS_NVIDIA_HOPPER": lambda: _is_nvidia_generation(9),
     "IS_NVIDIA_BLACKWELL": lambda: _is_nvidia_generation(10, 11, 12),
     "IS_AMD": lambda: _answer("device_platform") == "amd",

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from kda_cp.context import CPContext, build_cp_context, read_cu_seqlens
+from kda_cp import platform
+from kda_cp.context import CPContext, local_context, read_cu_seqlens
 from kda_cp.reference import recurrent_kda_reference
 from kda_cp.stages import Inputs, Settings
 from kda_cp.validation import IMPLS, PRECISIONS, check_choice
 
 
-def choose_impl(impl: str, precision: str | None) -> str:
-    """The implementation that serves a call: a pure function of the arguments."""
+def choose_impl(impl: str, precision: str | None, inputs: Inputs) -> str:
+    """The implementation that serves a call: a function of the arguments' device, dtype and K."""
     check_choice("impl", impl, IMPLS)
     check_choice("precision", precision, PRECISIONS)
+    if impl in ("auto", "triton"):
+        reason = _reason_against_kernels(inputs, impl)
+        if impl == "triton" and reason is not None:
+            raise NotImplementedError(f"impl: expected what 'triton' can serve, got {reason}")
+        if impl == "auto":
+            impl = "torch" if reason is not None else "triton"
+    if precision == "tf32" and impl != "triton":
+        raise NotImplementedError(
+            f"precision: expected 'ieee' or None for impl '{impl}', got 'tf32', which only the "
+            "Triton kernels serve"
+        )
+    return impl
+
+
+def _reason_against_kernels(inputs: Inputs, impl: str) -> str | None:
+    q = inputs.q
+    if q.device.type == "cpu" and impl == "auto":
+        return "tensors on a CPU"  # where the kernels could only be interpreted
+    if q.device.type not in ("cpu", "cuda") or (
+        q.device.type == "cuda" and not platform.IS_NVIDIA_AMPERE_OR_LATER
+    ):
+        return f"tensors on {q.device}; the kernels have run on NVIDIA GPUs from Ampere on"
+    try:
+        compiled = importlib.import_module("kda_cp.compiled")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        return "no package triton, in which the kernels are written"
+    if q.device.type == "cpu" and not compiled.INTERPRETED:
+        return "tensors on a CPU; TRITON_INTERPRET=1 interprets the kernels there"
+    if q.dtype == torch.float64:
+        return "float64 inputs, for which there are no kernels"
+    if q.shape[-1] > compiled.MOST_KEYS:
+        return f"K = {q.shape[-1]}; the kernels hold at most {compiled.MOST_KEYS} key channels"
+    return None
+
+
+def choose_recurrent_impl(impl: str) -> str:
+    """The implementation that serves `fused_recurrent_kda`."""
+    check_choice("impl", impl, IMPLS)
     if impl == "triton":
         raise NotImplementedError(
-            "impl: expected 'torch', 'reference' or 'auto', got 'triton', which has no kernels in "
-            "this version"
-        )
-    if precision == "tf32":
-        raise NotImplementedError(
-            "precision: expected 'ieee' or None, got 'tf32', which no implementation serves in "
-            "this version"
+            "impl: expected 'torch', 'reference' or 'auto' for fused_recurrent_kda, got 'triton', "
+            "which has no kernel for it in this version"
         )
     return "torch" if impl == "auto" else impl
 
@@ -41,7 +79,7 @@ def context_for(
         if cu_seqlens is None:
             if cu_seqlens_cpu is not None:
                 raise ValueError("cu_seqlens_cpu: expected cu_seqlens beside it, got None")
-            return build_cp_context(tokens, None)
+            return local_context(tokens, tokens)
         if batch != 1:
             raise ValueError(f"cu_seqlens: expected one packed row, B = 1, got B = {batch}")
         if isinstance(cu_seqlens, int):
@@ -55,7 +93,7 @@ def context_for(
                 f"cu_seqlens: expected at most the {tokens} tokens of q last, "
                 f"got {boundaries[-1]}; a shard takes a cp_context instead"
             )
-        return build_cp_context(boundaries, None, num_tokens=tokens)
+        return local_context(tuple(boundaries), tokens)
     if not isinstance(cp_context, CPContext):
         raise ValueError(
             f"cp_context: expected a context from build_cp_context or None, "

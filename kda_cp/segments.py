@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def _lasting() -> Iterator[None]:
+def lasting() -> Iterator[None]:
     """Make tensors that outlive the call they are made in, whatever modes that call is under.
 
     Made in `torch.inference_mode()` they could take no part in training later; made under a default
@@ -38,10 +37,16 @@ def _lasting() -> Iterator[None]:
 
 
 def _cached(compute: Callable[[SegmentTable], T]) -> cached_property[T]:
-    return cached_property(_lasting()(compute))
+    return cached_property(lasting()(compute))
 
 
-@dataclass(frozen=True)
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device without waiting for it."""
+    if device.type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 class Walk:
     """Segment instances whose chunks are visited one after the other, all instances together.
 
@@ -49,16 +54,34 @@ class Walk:
     are a prefix, and every step is one batched product.
 
     Attributes:
-        instances: [n] int64, the instances in walk order.
-        steps: the t-th entry holds the chunk index of chunk t of every instance that has one.
+        chosen: [n] int64 on the CPU, the instances in walk order.
+        instances: the same on the table's device.
+        size: n.
+        cuts: how an implementation cut the walk, by whatever that depends on.
     """
 
-    instances: Tensor
-    steps: tuple[Tensor, ...]
+    def __init__(self, chosen: Tensor, counts: Tensor, first: Tensor, device: torch.device) -> None:
+        order = torch.argsort(counts, descending=True, stable=True)
+        self.chosen = chosen[order]
+        self.instances = to_device(self.chosen, device)
+        self.size = chosen.numel()
+        self.cuts: dict[tuple[object, ...], Any] = {}
+        self._counts = counts[order]
+        self._first = first[order]
+        self._device = device
 
-    @property
-    def size(self) -> int:
-        return self.instances.numel()
+    @cached_property
+    @lasting()
+    def steps(self) -> tuple[Tensor, ...]:
+        """The t-th entry holds the chunk index of chunk t of every instance that has one."""
+        counts = self._counts
+        longest = int(counts[0]) if counts.numel() else 0
+        # counts fall, so how many are longer than t is a search from the back.
+        running = torch.searchsorted(counts.flip(0), torch.arange(longest), right=True)
+        return tuple(
+            to_device(self._first[: counts.numel() - int(done)] + t, self._device)
+            for t, done in enumerate(running)
+        )
 
 
 class SegmentTable:
@@ -74,7 +97,7 @@ class SegmentTable:
         device: where the index tensors live.
     """
 
-    @_lasting()
+    @lasting()
     def __init__(
         self,
         plan: Plan,
@@ -102,25 +125,17 @@ class SegmentTable:
         ends = torch.tensor([s.ends for s in segments], dtype=torch.bool)
         rows = torch.arange(batch)[:, None]
         # One instance a (row, segment), rows outermost.
-        start = (rows * tokens + offset).flatten()
-        lengths = length.repeat(batch)
-        # [instances]: the row of `initial_state` and `final_state` of each instance's sequence.
-        self.state_row = (sequence * batch + rows).flatten().to(device)
+        self.offsets = offset.repeat(batch)
+        self.lengths = length.repeat(batch)
+        self._state_row = (sequence * batch + rows).flatten()
         self._starts = starts.repeat(batch)
         self._ends = ends.repeat(batch)
 
         num_chunks = (length + chunk_size - 1) // chunk_size
         self.chunks_per_row = int(num_chunks.sum())
-        self._num_chunks = num_chunks.repeat(batch)
-        self._first_chunk = self._num_chunks.cumsum(0) - self._num_chunks
-        owner = torch.repeat_interleave(self._num_chunks)
-        within = torch.arange(owner.numel()) - self._first_chunk[owner]
-        position = within[:, None] * chunk_size + torch.arange(chunk_size)
-        valid = position < lengths[owner][:, None]
-        # [chunks, C]: the token each chunk row reads, in the flattened [batch * tokens] order.
-        # Padding rows read token 0 and are masked with `where`.
-        self.token = torch.where(valid, start[owner][:, None] + position, 0).to(device)
-        self.valid = valid.to(device)
+        self.num_chunks = num_chunks.repeat(batch)
+        self.first_chunk = self.num_chunks.cumsum(0) - self.num_chunks
+        self.chunks = int(self.num_chunks.sum())
         self._segment_of_fragment_entry = {
             s.fragment: i for i, s in enumerate(segments) if not s.starts
         }
@@ -133,24 +148,44 @@ class SegmentTable:
         """Number of segments over all rows."""
         return self.per_row * self.batch
 
-    @property
-    def chunks(self) -> int:
-        """Number of chunks over all rows."""
-        return self.token.shape[0]
+    @_cached
+    def state_row(self) -> Tensor:
+        """[instances]: the row of `initial_state` and `final_state` of the instance's sequence."""
+        return to_device(self._state_row, self.device)
+
+    @_cached
+    def _chunk_list(self) -> tuple[Tensor, Tensor, Tensor]:
+        # [chunks] each, on the CPU: row of the batch, first token in it, tokens.
+        owner = torch.repeat_interleave(self.num_chunks)
+        start = (torch.arange(self.chunks) - self.first_chunk[owner]) * self.chunk_size
+        length = (self.lengths[owner] - start).clamp(max=self.chunk_size)
+        return owner // max(1, self.per_row), self.offsets[owner] + start, length
+
+    @_cached
+    def chunk_spans(self) -> Tensor:
+        """[chunks, 3] int64: row of the batch, first token in it, tokens."""
+        return to_device(torch.stack(self._chunk_list, 1), self.device)
+
+    @_cached
+    def token(self) -> Tensor:
+        """[chunks, C]: the token each chunk row reads, in the flattened [batch * tokens] order.
+
+        Padding rows read token 0 and are masked with `where`.
+        """
+        row, start, length = self._chunk_list
+        position = torch.arange(self.chunk_size)
+        first = row * self.tokens + start
+        token = torch.where(position < length[:, None], first[:, None] + position, 0)
+        return to_device(token, self.device)
+
+    @_cached
+    def valid(self) -> Tensor:
+        """[chunks, C]: whether a chunk row is a token."""
+        length = self._chunk_list[2]
+        return to_device(torch.arange(self.chunk_size) < length[:, None], self.device)
 
     def _walk(self, chosen: Tensor) -> Walk:
-        counts = self._num_chunks[chosen]
-        order = torch.argsort(counts, descending=True, stable=True)
-        counts, chosen = counts[order], chosen[order]
-        first = self._first_chunk[chosen]
-        longest = int(counts[0]) if counts.numel() else 0
-        # counts fall, so how many are longer than t is a search from the back.
-        running = torch.searchsorted(counts.flip(0), torch.arange(longest), right=True)
-        steps = [
-            (first[: counts.numel() - int(done)] + t).to(self.device)
-            for t, done in enumerate(running)
-        ]
-        return Walk(chosen.to(self.device), tuple(steps))
+        return Walk(chosen, self.num_chunks[chosen], self.first_chunk[chosen], self.device)
 
     def _slots(self, fragments: Sequence[Fragment], segment_of: dict[int, int]) -> Tensor:
         # [slots * batch] instances, slots outermost.
@@ -196,31 +231,34 @@ class SegmentTable:
     def entered_slots(self) -> Tensor:
         """[slots * batch] instances of `plan.entered(rank)`, slots outermost."""
         fragments = self.plan.entered(self.rank)
-        return self._slots(fragments, self._segment_of_fragment_entry).to(self.device)
+        return to_device(self._slots(fragments, self._segment_of_fragment_entry), self.device)
 
     @_cached
     def exited_slots(self) -> Tensor:
         """[slots * batch] instances of `plan.exited(rank)`, slots outermost."""
         fragments = self.plan.exited(self.rank)
-        return self._slots(fragments, self._segment_of_fragment_exit).to(self.device)
+        return to_device(self._slots(fragments, self._segment_of_fragment_exit), self.device)
 
     @_cached
     def full_slots(self) -> Tensor:
         """[slots * batch] instances of `plan.full(rank)`, slots outermost."""
         fragments = self.plan.full(self.rank)
-        return self._slots(fragments, self._segment_of_fragment_exit).to(self.device)
+        return to_device(self._slots(fragments, self._segment_of_fragment_exit), self.device)
+
+    def _with_state_rows(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        instances = torch.nonzero(chosen).flatten()
+        rows = self._state_row[instances]
+        return to_device(instances, self.device), to_device(rows, self.device)
 
     @_cached
     def starting(self) -> tuple[Tensor, Tensor]:
         """(instances, state rows) of the segments that read `initial_state`."""
-        chosen = torch.nonzero(self._starts).flatten().to(self.device)
-        return chosen, self.state_row[chosen]
+        return self._with_state_rows(self._starts)
 
     @_cached
     def ending(self) -> tuple[Tensor, Tensor]:
         """(instances, state rows) of the segments that write `final_state`."""
-        chosen = torch.nonzero(self._ends).flatten().to(self.device)
-        return chosen, self.state_row[chosen]
+        return self._with_state_rows(self._ends)
 
     @_cached
     def passing(self) -> Tensor:
@@ -232,4 +270,4 @@ class SegmentTable:
             if cu[n] == cu[n + 1] and self.plan.final_state_owner(n) == self.rank
         ]
         rows = torch.tensor(empty, dtype=torch.int64)[:, None] * self.batch
-        return (rows + torch.arange(self.batch)).flatten().to(self.device)
+        return to_device((rows + torch.arange(self.batch)).flatten(), self.device)

@@ -1,6 +1,7 @@
 """What one call computes: its inputs, its frozen settings, and the stages every implementation has.
 
-`pipeline.py` orders the stages; `eager.py` is their implementation on batched PyTorch products.
+`pipeline.py` orders the stages; `eager.py` is their implementation on batched PyTorch products,
+`compiled.py` that of the forward ones on Triton kernels.
 Shapes: q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; a chunk has C tokens,
 NC chunks in all; states [.., HV, K, V] in float32 (float64 when q is float64).
 """
@@ -8,12 +9,14 @@ NC chunks in all; states [.., HV, K, V] in float32 (float64 when q is float64).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kda_cp.segments import SegmentTable, Walk
+
+T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
@@ -46,6 +49,18 @@ class Settings:
     sigmoid_beta: bool
     beta_factor: float
     """Factor on beta: 2 where negative eigenvalues are allowed, else 1."""
+    decay_bound: float | None = None
+    """What every log decay is at least, by its gate or by the caller's promise; None: no bound."""
+    precision: str | None = None
+    """How products of float32 operands are rounded: "tf32", or None for exact ones."""
+
+
+class HeadTerms(Protocol):
+    """Chunk terms of whatever kind: all that the pipeline needs to know of them."""
+
+    def of_heads(self: T, heads: slice) -> T:
+        """The terms of some value heads, as views."""
+        ...
 
 
 class ChunkTerms(NamedTuple):
@@ -72,30 +87,43 @@ class ChunkTerms(NamedTuple):
         return ChunkTerms(*(x[:, heads] for x in self))
 
 
-class Stages(Protocol):
-    """One implementation of the stages, forward then backward."""
+Terms = TypeVar("Terms", bound=HeadTerms)
 
-    def chunk_terms(self, inputs: Inputs, table: SegmentTable, settings: Settings) -> ChunkTerms:
+
+class ForwardStages(Protocol[Terms]):
+    """One implementation of the stages of a forward pass, with chunk terms of its own."""
+
+    def chunk_terms(self, inputs: Inputs, table: SegmentTable, settings: Settings) -> Terms:
         """Compute the terms of every chunk; needs no state."""
+        ...
+
+    def new_outputs(self, inputs: Inputs, table: SegmentTable) -> Tensor:
+        """Make what `walk_state` writes outputs to, with the value heads in dimension 1."""
+        ...
+
+    def finish_outputs(self, outputs: Tensor, inputs: Inputs, table: SegmentTable) -> Tensor:
+        """Turn `outputs` into o [B, T, HV, V] in v's dtype, zero past the last sequence."""
         ...
 
     def walk_state(
         self,
         walk: Walk,
-        terms: ChunkTerms,
-        entry: Tensor,
+        terms: Terms,
+        entry: Tensor | None,
         *,
+        exits: Tensor | None = None,
         o: Tensor | None = None,
         h: Tensor | None = None,
-    ) -> Tensor:
-        """Walk `walk` from `entry` [n, HV, K, V] and return the exit states, in walk order.
+    ) -> None:
+        """Walk the segments of `walk` from their entry states.
 
-        o [NC, HV, C, V], if given, receives the chunks' outputs; h [NC, HV, K, V] their entry
-        states.
+        entry [instances, HV, K, V] is read, and exits likewise written, in the rows of the walk's
+        instances; None is zero, or not wanted. o of `new_outputs`, if given, receives the chunks'
+        outputs; h [NC, HV, K, V] their entry states.
         """
         ...
 
-    def walk_maps(self, walk: Walk, terms: ChunkTerms) -> tuple[Tensor, Tensor]:
+    def walk_maps(self, walk: Walk, terms: Terms) -> tuple[Tensor, Tensor]:
         """The maps (b [n, HV, K, V], A [n, HV, K, K]) with exit = A entry + b."""
         ...
 
@@ -103,16 +131,16 @@ class Stages(Protocol):
         """Apply one map in the exchange's fold of states, `A S + b`."""
         ...
 
+
+class Stages(ForwardStages[ChunkTerms], Protocol):
+    """One implementation of all stages, forward and backward."""
+
     def fold_adjoint(self, A: Tensor, c: Tensor, dS: Tensor) -> Tensor:
         """Apply one adjoint map in the exchange's fold of gradients, `A^T dS + c`."""
         ...
 
     def gather_values(self, x: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
         """[B, T, HV, V] to chunks [NC, HV, C, V], zero in padding rows."""
-        ...
-
-    def scatter_values(self, chunks: Tensor, table: SegmentTable, dtype: torch.dtype) -> Tensor:
-        """Chunks [NC, HV, C, V] to [B, T, HV, V], zero past the last sequence."""
         ...
 
     def walk_state_back(

@@ -168,6 +168,7 @@ def make_settings(
     safe_gate: bool,
     lower_bound: float | None,
     chunk_size: int = 64,
+    precision: str | None = None,
 ) -> Settings:
     """Check the options that say what is computed and freeze them."""
     check_inputs(inputs)
@@ -189,6 +190,8 @@ def make_settings(
         lower_bound=float(lower_bound) if use_gate_in_kernel and lower_bound is not None else None,
         sigmoid_beta=use_beta_sigmoid_in_kernel,
         beta_factor=2.0 if allow_neg_eigval else 1.0,
+        decay_bound=None if lower_bound is None else float(lower_bound),
+        precision="tf32" if precision == "tf32" else None,
     )
 
 
@@ -212,9 +215,10 @@ def describe_call(inputs: Inputs, settings: Settings, **options: object) -> dict
         **{name: describe_tensor(x, 1 if name in _OF_TOKENS else None) for name, x in tensors},
         "scale": str(settings.scale),
         "chunk_size": str(settings.chunk_size),
+        "precision": str(settings.precision),
         "use_qk_l2norm_in_kernel": str(settings.normalize_qk),
         "use_gate_in_kernel": str(settings.gate_in_kernel),
-        "lower_bound": str(settings.lower_bound),
+        "lower_bound": str(settings.decay_bound),
         "use_beta_sigmoid_in_kernel": str(settings.sigmoid_beta),
         "allow_neg_eigval": str(settings.beta_factor != 1),
         **{name: str(value) for name, value in options.items()},

@@ -13,7 +13,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from kda_cp import platform
 from kda_cp.testing.ranks import RankPool
+
+# Without a GPU the kernels of impl="triton" are interpreted, on tensors of the CPU. Triton reads
+# this where a kernel is defined, so it stands here, before any test imports one; ranks and fresh
+# processes inherit it.
+if platform.device != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Several processes compute at once in a run; more threads than this only wait for each other.
 torch.set_num_threads(2)

@@ -47,7 +47,10 @@ ROWS: Mapping[str, Row] = {
     "comm.*": Row(own=("comm", "comm.*"), distributed=True),
     "launch.*": Row(
         own=("*",),
-        others=("torch", "triton", "numpy", "rich", "matplotlib", "fla", "attn_gym", "deepspeed"),
+        others=(
+            *("torch", "triton", "numpy", "rich", "matplotlib", "deepspeed"),
+            *("fla", "attn_gym", "flash_kda"),
+        ),
         distributed=True,
         communicates=True,
     ),
@@ -64,12 +67,17 @@ ROWS: Mapping[str, Row] = {
     "validation": Row(own=("stages",)),
     "eager": Row(own=("comm", "comm.affine", "gates", "segments", "stages", "platform")),
     "recurrent": Row(own=("gates", "segments", "stages", "platform")),
+    "cuts": Row(own=("segments",)),
+    "compiled": Row(
+        own=("comm", "comm.affine", "cuts", "kernels.*", "segments", "stages"),
+        others=("torch", "triton"),
+    ),
     "context": Row(own=("comm.*", "platform", "segments"), distributed=True),
     "pipeline": Row(own=("comm.*", "segments", "stages", "platform")),
     "autograd": Row(own=("comm.exchange", "stages", "pipeline")),
     "parallel": Row(own=("autograd", "comm.*", "context", "validation")),
     "conv": Row(own=("comm.*", "context", "segments", "platform")),
-    "resolve": Row(own=("validation", "context", "reference", "stages")),
+    "resolve": Row(own=("validation", "context", "reference", "stages", "platform", "compiled")),
     "api": Row(
         own=(
             "validation",
@@ -77,6 +85,7 @@ ROWS: Mapping[str, Row] = {
             "pipeline",
             "autograd",
             "eager",
+            "compiled",
             "recurrent",
             "resolve",
             "gates",

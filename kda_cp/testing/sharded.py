@@ -18,6 +18,7 @@ from kda_cp import CPContext, build_cp_context, chunk_kda_cp, shard
 from kda_cp.comm.plan import Plan, make_plan
 from kda_cp.testing.collectives import CollectiveCall, count_collectives
 from kda_cp.testing.compare import (
+    ONLY_OF_THE_OPERATOR,
     assert_similar,
     bounds,
     draw_inputs,
@@ -140,7 +141,8 @@ class ShardedCall:
         """The unsharded token recurrence in float64."""
         inputs, upstream = self.draw_global(ranks)
         packed = None if isinstance(self.cu_seqlens, int) else self.cu_seqlens
-        return run_reference(inputs, upstream, cu_seqlens=packed, **self.options)
+        shared = {k: x for k, x in self.options.items() if k not in ONLY_OF_THE_OPERATOR}
+        return run_reference(inputs, upstream, cu_seqlens=packed, **shared)
 
 
 def assert_equals_oracle(pool: RankPool, call: ShardedCall, ranks: int) -> list[RankResult]:

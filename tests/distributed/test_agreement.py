@@ -45,7 +45,7 @@ DIFFERENCES = {
     "an error of its own": ({}, {"chunk_size": 48}, "chunk_size: expected one of"),
     "an error in shapes": ({"B": 2}, {}, "q: expected one packed row, B = 1, for this context"),
     "an unknown option": ({}, {"use_gate": True}, "chunk_kda_cp: expected a keyword of chunk_kda"),
-    "what nothing serves": ({}, {"impl": "triton"}, "impl: expected 'torch', 'reference' or"),
+    "what nothing serves": ({}, {"precision": "tf32"}, "precision: expected 'ieee' or None for"),
 }
 
 
@@ -55,7 +55,7 @@ def test_a_rank_that_calls_otherwise_is_named_on_every_rank(ranks, name, odd_ran
     draw, options, text = DIFFERENCES[name]
     others = {0: "ranks 1, 2", 2: "ranks 0, 1"}[odd_rank]
     errors = ranks.run(call_with, "all_gather", odd_rank, draw, options, ranks=3, timeout=SECONDS)
-    kinds = {"impl": "NotImplementedError", "use_gate": "TypeError"}
+    kinds = {"precision": "NotImplementedError", "use_gate": "TypeError"}
     kind = next((kinds[name] for name in options if name in kinds), "ValueError")
     assert errors[0].startswith(f"{kind}: rank {odd_rank}: " + text.format(others=others))
     assert errors == [errors[0]] * 3

@@ -1,5 +1,7 @@
 """On a GPU: the PyTorch implementation, alone and sharded over gloo ranks that share the card.
 
+The Triton kernels alone are tests/kernels/test_cases_gpu.py's; here they are sharded, in float32.
+
 Skipped without CUDA; run by hand there with `pytest tests/distributed/test_gpu.py -m ''`, and the
 results are in docs/measurements.md. Ranks on several GPUs, over NCCL, are `kda_cp.launch.verify`'s.
 """
@@ -25,6 +27,7 @@ pytestmark = [
 ]
 
 CU_SEQLENS = [0, 65, 65, 200, 281]
+TORCH_OPTIONS = {**TRAINING_OPTIONS, "impl": "torch"}
 RAW = {"raw_gate": True, "A_log": True, "dt_bias": True}
 
 
@@ -50,7 +53,7 @@ def test_the_operator_equals_the_recurrence(dtype, sizes):
     cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device="cuda")
     for operator in (chunk_kda, fused_recurrent_kda):
         got = run(
-            operator, on_gpu(inputs), on_gpu(upstream), cu_seqlens=cu_seqlens, **TRAINING_OPTIONS
+            operator, on_gpu(inputs), on_gpu(upstream), cu_seqlens=cu_seqlens, **TORCH_OPTIONS
         )
         assert_similar(
             on_cpu(got),
@@ -68,7 +71,7 @@ def test_bf16_at_the_size_of_a_model():
     inputs = draw_inputs(1024, H=32, K=128, dtype=torch.bfloat16, **RAW)
     inputs["g"] -= 3
     upstream = draw_upstream(inputs)
-    got = run(chunk_kda, on_gpu(inputs), on_gpu(upstream), **TRAINING_OPTIONS)
+    got = run(chunk_kda, on_gpu(inputs), on_gpu(upstream), **TORCH_OPTIONS)
     want = run_reference(on_gpu(inputs), on_gpu(upstream), **TRAINING_OPTIONS)
     for name, ref in want.items():
         error = (got[name].double() - ref).norm() / ref.norm()
@@ -78,7 +81,7 @@ def test_bf16_at_the_size_of_a_model():
 
 def test_tf32_settings_and_autocast_change_nothing():
     inputs, upstream = draw(torch.float32, K=64)
-    options = {"cu_seqlens": CU_SEQLENS, **TRAINING_OPTIONS}
+    options = {"cu_seqlens": CU_SEQLENS, **TORCH_OPTIONS}
     plain = run(chunk_kda, on_gpu(inputs), on_gpu(upstream), **options)
     before = torch.get_float32_matmul_precision()
     try:
@@ -96,20 +99,24 @@ def test_tf32_settings_and_autocast_change_nothing():
 
 def test_repeats_are_bitwise():
     inputs, upstream = draw(torch.bfloat16, K=64)
-    options = {"cu_seqlens": CU_SEQLENS, **TRAINING_OPTIONS}
+    options = {"cu_seqlens": CU_SEQLENS, **TORCH_OPTIONS}
     first = run(chunk_kda, on_gpu(inputs), on_gpu(upstream), **options)
     for _ in range(5):
         assert_bitwise(run(chunk_kda, on_gpu(inputs), on_gpu(upstream), **options), first)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sharded_over_ranks_of_one_card(ranks, exchange, layout, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "impl"),
+    [(torch.float32, "torch"), (torch.bfloat16, "torch"), (torch.float32, "triton")],
+    ids=str,
+)
+def test_sharded_over_ranks_of_one_card(ranks, exchange, layout, dtype, impl):
     call = ShardedCall(
         [0, 37, 200],
         {"layout": layout},
         {"H": 1, "HV": 2, "K": 32, "V": 64, "dtype": dtype, **RAW},
-        TRAINING_OPTIONS,
+        {**TRAINING_OPTIONS, "impl": impl},
         device="cuda",
         exchange=exchange,
     )

@@ -279,9 +279,8 @@ def test_options_are_keywords(operator):
 def test_what_no_implementation_serves_raises_with_the_reason():
     """No silent fallback."""
     inputs = draw_inputs(T=4, K=16)
-    for operator in (chunk_kda, fused_recurrent_kda):
-        with pytest.raises(NotImplementedError, match=r"impl: expected 'torch'.*got 'triton'"):
-            operator(**inputs, impl="triton")
+    with pytest.raises(NotImplementedError, match=r"impl: expected 'torch'.*got 'triton'"):
+        fused_recurrent_kda(**inputs, impl="triton")
     with pytest.raises(NotImplementedError, match=r"precision: expected 'ieee'.*got 'tf32'"):
         chunk_kda(**inputs, precision="tf32")
 
