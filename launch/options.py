@@ -1,10 +1,11 @@
-"""The options of the verification, and how it complains about a wrong one."""
+"""The options of the verification, and how every command here complains about a wrong one."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,24 +44,40 @@ def make_parser() -> Parser:
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help="how states travel")
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
-        "--tokens", type=_positive, default=16384, help="in all, documents of true lengths"
+        "--tokens", type=positive, default=16384, help="in all, documents of true lengths"
     )
     lengths.add_argument("--lengths", type=_lengths, help="documents cut to lengths: 700,324,...")
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of q, k, v, g and beta")
     add("--device", default=platform.device, help="cpu, or this machine's accelerator")
     add("--impl", choices=("auto", "torch", "triton"), default="auto", help="what is verified")
     add("--against", choices=tuple(JUDGES), default="operator", help="the judge, in float64")
-    add("--bound", type=_bound, help="of every error, instead of the dtype's")
-    add("--heads", type=_positive, default=2, help="of q and k")
-    add("--value-heads", type=_positive, default=4, help="of v, g and beta")
-    add("--key-dim", type=_positive, default=32, help="channels of q and k a head")
-    add("--value-dim", type=_positive, default=32, help="channels of v a head")
+    add("--bound", type=positive_number, help="of every error, instead of the dtype's")
+    add("--heads", type=positive, default=2, help="of q and k")
+    add("--value-heads", type=positive, default=4, help="of v, g and beta")
+    add("--key-dim", type=positive, default=32, help="channels of q and k a head")
+    add("--value-dim", type=positive, default=32, help="channels of v a head")
     add("--seed", type=_seed, default=0, help="of weights, upstream gradients, random table")
     add("--out", type=Path, default=Path("out/verify"), help="folder for json and png")
     return parser
 
 
-def _integer(text: str, least: int) -> int:
+def expect_packages() -> None:
+    """ValueError unless what the reports are shown with is there."""
+    for package in ("rich", "matplotlib"):
+        if find_spec(package) is None:
+            raise ValueError(f"{package} is not installed; expected kda-cp with its extra 'launch'")
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of `--out`; ValueError where that cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: expected a folder to write to, got {out}: {error}") from None
+
+
+def integer(text: str, least: int) -> int:
+    """An integer of at least `least`."""
     try:
         value = int(text)
     except ValueError:
@@ -70,22 +87,24 @@ def _integer(text: str, least: int) -> int:
     return value
 
 
-def _positive(text: str) -> int:
-    return _integer(text, 1)
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    return integer(text, 1)
 
 
 def _seed(text: str) -> int:
-    return _integer(text, 0)
+    return integer(text, 0)
 
 
 def _lengths(text: str) -> list[int]:
-    lengths = [_integer(part, 0) for part in text.split(",")]
+    lengths = [integer(part, 0) for part in text.split(",")]
     if not sum(lengths):
         raise argparse.ArgumentTypeError(f"expected at least one token, got {text!r}")
     return lengths
 
 
-def _bound(text: str) -> float:
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -30,11 +30,17 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n")
 
 
-def print_report(report: Report) -> None:
-    """Print the tables to standard output, as wide as they need when it is no terminal."""
+def make_console() -> Console:
+    """Standard output, as wide as tables need when it is no terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
+    return console
+
+
+def print_report(report: Report) -> None:
+    """Print the tables to standard output, as wide as they need when it is no terminal."""
+    console = make_console()
     console.print(_title(report), soft_wrap=True)
     ranks = range(len(report["ranks"]))
     for first in ranks[::RANKS_A_TABLE]:

@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from kda_cp.comm.ring import RingExchange
 from kda_cp.comm.traffic import ALGORITHMS, received_bytes
 from kda_cp.launch import predict
 from kda_cp.launch.machine import Machine, measure, pass_on, read_machine, seconds
-from kda_cp.launch.options import Parser
+from kda_cp.launch.options import Parser, expect_packages, make_folder, positive, positive_number
 from kda_cp.launch.predict import gather_seconds, kept_bytes, predict_seconds
 from kda_cp.launch.processes import find_device, process_group, this_rank
 
@@ -63,14 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     options = parser.parse_args(arguments)
     try:
-        _expect_packages()
+        expect_packages()
         machine = _machine(options)
         device = find_device(options.device)
-        options.out.mkdir(parents=True, exist_ok=True)
+        make_folder(options.out)
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
-    except OSError as error:
-        parser.error(f"--out: expected a folder to write to, got {options.out}: {error}")
     if not options.measure:
         report = simulate(options, machine)
         if this_rank() == 0:
@@ -170,16 +167,16 @@ def _make_parser() -> Parser:
         ("--value-dim", 128, "V"),
         ("--batch", 1, "rows"),
     ):
-        add(option, type=_integer, default=number, help=f"{meaning} (default: {number})")
-    add("--doublings", type=_integer, default=10, help="of one rank: 10 is 2 to 1024 ranks")
+        add(option, type=positive, default=number, help=f"{meaning} (default: {number})")
+    add("--doublings", type=positive, default=10, help="of one rank: 10 is 2 to 1024 ranks")
     add("--out", type=Path, default=Path("out/simulate"), help="folder for what is written")
     add("--measure", action="store_true", help="measure this machine instead, under torchrun")
     add("--device", default=platform.device, help="measured: cpu, or this machine's accelerator")
     add("--machine", type=_file, default=default, help="json of a machine, instead of the defaults")
-    add("--ranks-per-node", type=_integer, help=f"(default: {default.ranks_per_node})")
+    add("--ranks-per-node", type=positive, help=f"(default: {default.ranks_per_node})")
     for option, (link, name, unit) in MACHINE_OPTIONS.items():
         usual = getattr(getattr(default, link) if link else default, name) / unit
-        kind = _positive if name in ("bandwidth", "fold_flops") else _number
+        kind = positive_number if name in ("bandwidth", "fold_flops") else _number
         add(f"--{option}", type=kind, metavar="X", help=f"(default: {usual:g})")
     return parser
 
@@ -198,12 +195,6 @@ def _machine(options: argparse.Namespace) -> Machine:
     return machine
 
 
-def _integer(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
-
-
 def _number(text: str) -> float:
     try:
         value = float(text)
@@ -214,23 +205,11 @@ def _number(text: str) -> float:
     return value
 
 
-def _positive(text: str) -> float:
-    if _number(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return float(text)
-
-
 def _file(text: str) -> Machine:
     try:
         return read_machine(Path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _expect_packages() -> None:
-    for package in ("rich", "matplotlib"):
-        if find_spec(package) is None:
-            raise ValueError(f"{package} is not installed; expected kda-cp with its extra 'launch'")
 
 
 # Report ------------------------------------------------------------------------------------------
@@ -246,12 +225,11 @@ def _publish(report: Report, out: Path) -> None:
 def print_report(report: Report) -> None:
     """Print the tables to standard output, as wide as they need when it is no terminal."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    from kda_cp.launch.report import make_console
+
+    console = make_console()
     console.print(_title(report), soft_wrap=True)
     tables = (
         ("forward, backward", "ms", ("forward_seconds", "backward_seconds"), 1e3),

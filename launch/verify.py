@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from kda_cp.comm.traffic import received_bytes
 from kda_cp.launch.documents import Document, boundaries, pack_lengths, pack_tokens
 from kda_cp.launch.judge import BOUNDS, DTYPES, JUDGES, judge, score
 from kda_cp.launch.model import INPUTS, OPERATOR, Batch, Model, Pass, Sizes, make_batch, run
-from kda_cp.launch.options import make_parser
+from kda_cp.launch.options import expect_packages, make_folder, make_parser
 from kda_cp.launch.processes import (
     find_device,
     gather,
@@ -53,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
-        _expect_packages()
+        expect_packages()
         device = find_device(options.device)
         _try_operator(options, device)
         documents = _pack(options)
-        _make_folder(options.out)
+        make_folder(options.out)
     except (ValueError, NotImplementedError) as error:
         parser.error(" ".join(str(error).split()))
     with process_group(device) as group:
@@ -118,25 +117,12 @@ def verify(
 # Steps
 
 
-def _expect_packages() -> None:
-    for package in ("rich", "matplotlib"):
-        if find_spec(package) is None:
-            raise ValueError(f"{package} is not installed; expected kda-cp with its extra 'launch'")
-
-
 def _try_operator(options: argparse.Namespace, device: torch.device) -> None:
     """Let the operator itself object to sizes, dtype and implementation, on one token."""
     model = Model(_sizes(options), DTYPES[options.dtype], options.seed).to(device)
     with torch.no_grad():
         inputs: dict[str, Any] = model(torch.zeros(1, dtype=torch.int64, device=device))
         chunk_kda(**inputs, A_log=model.A_log, dt_bias=model.dt_bias, impl=options.impl, **OPERATOR)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out: expected a folder to write to, got {out}: {error}") from None
 
 
 def _pack(options: argparse.Namespace) -> list[Document]:
