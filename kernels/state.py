@@ -152,7 +152,19 @@ def walk_segments(
         arithmetic: of the products.
         config: the launch, for tuning; None is the pinned one.
     """
-    _launch(v, terms, work, entry, states, exits, o, h, key_dim, arithmetic, config, maps=False)
+    _launch(
+        v,
+        terms,
+        work,
+        key_dim,
+        arithmetic,
+        config or state_config(key_dim, v.shape[-1], arithmetic.term, maps=False),
+        entry=entry,
+        states=states,
+        exits=exits,
+        o=o,
+        h=h,
+    )
 
 
 def walk_maps(
@@ -169,26 +181,27 @@ def walk_maps(
 
     The row of `exits` in `work` is that of `maps`; the tiles of A come after those of b.
     """
-    _launch(v, terms, work, None, None, maps, None, None, key_dim, arithmetic, config, maps=True)
+    config = config or state_config(key_dim, v.shape[-1], arithmetic.term, maps=True)
+    _launch(v, terms, work, key_dim, arithmetic, config, exits=maps, maps=True)
 
 
 def _launch(
     v: Tensor,
     terms: Terms,
     work: Tensor,
-    entry: Tensor | None,
-    states: Tensor | None,
-    exits: Tensor | None,
-    o: Tensor | None,
-    h: Tensor | None,
     key_dim: int,
     arithmetic: Arithmetic,
-    config: StateConfig | None,
-    maps: bool,
+    config: StateConfig,
+    *,
+    exits: Tensor | None,
+    entry: Tensor | None = None,
+    states: Tensor | None = None,
+    o: Tensor | None = None,
+    h: Tensor | None = None,
+    maps: bool = False,
 ) -> None:
     HV, V = v.shape[2:]
     C, KP = terms.kg.shape[2:]
-    config = config or state_config(key_dim, V, arithmetic.term, maps=maps)
     programs = work.shape[0] * HV
     if not programs:
         return
