@@ -83,16 +83,21 @@ def chunk_terms(inputs: Inputs, table: SegmentTable, settings: Settings) -> Kern
 
 
 def new_outputs(inputs: Inputs, table: SegmentTable) -> Tensor:
-    """Make o, seen as [B, HV, T, V]. See `ForwardStages.new_outputs`."""
+    """Make o, with zeros past the last sequence. See `ForwardStages.new_outputs`."""
     o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     covered = int(table.lengths[: table.per_row].sum())
     o[:, covered:] = 0
-    return o.transpose(1, 2)
+    return o
+
+
+def outputs_of_heads(outputs: Tensor, heads: slice) -> Tensor:
+    """Slice o [B, T, HV, V]. See `ForwardStages.outputs_of_heads`."""
+    return outputs[:, :, heads]
 
 
 def finish_outputs(outputs: Tensor, inputs: Inputs, table: SegmentTable) -> Tensor:
-    """Return o [B, T, HV, V]. See `ForwardStages.finish_outputs`."""
-    return outputs.transpose(1, 2)
+    """Return o [B, T, HV, V], which it is. See `ForwardStages.finish_outputs`."""
+    return outputs
 
 
 def walk_state(
@@ -123,7 +128,7 @@ def walk_state(
         entry=entry,
         states=states,
         exits=exits,
-        o=None if o is None else o.transpose(1, 2),
+        o=o,
         h=h,
         key_dim=terms.key_dim,
         arithmetic=terms.arithmetic,

@@ -118,9 +118,13 @@ def new_outputs(inputs: Inputs, table: SegmentTable) -> Tensor:
     return inputs.v.new_zeros(shape, dtype=inputs.state_dtype)
 
 
+def outputs_of_heads(outputs: Tensor, heads: slice) -> Tensor:
+    """Slice [NC, HV, C, V]. See `ForwardStages.outputs_of_heads`."""
+    return outputs[:, heads]
+
+
 def finish_outputs(outputs: Tensor, inputs: Inputs, table: SegmentTable) -> Tensor:
     """Scatter chunks [NC, HV, C, V] to [B, T, HV, V]. See `ForwardStages.finish_outputs`."""
-    # Not a view of something flat: what autograd returns must be open to changes in place.
     o = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
     _scatter(o.flatten(0, 1), outputs.transpose(1, 2), table, slice(None))
     return o

@@ -140,7 +140,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
             part,
             entry[:, heads],
             exits=None if exits is None else exits[:, heads],
-            o=values[:, heads],
+            o=stages.outputs_of_heads(values, heads),
             h=None if h is None else h[:, heads],
         )
 

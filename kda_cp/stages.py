@@ -98,11 +98,18 @@ class ForwardStages(Protocol[Terms]):
         ...
 
     def new_outputs(self, inputs: Inputs, table: SegmentTable) -> Tensor:
-        """Make what `walk_state` writes outputs to, with the value heads in dimension 1."""
+        """Make what `walk_state` writes outputs to."""
+        ...
+
+    def outputs_of_heads(self, outputs: Tensor, heads: slice) -> Tensor:
+        """The outputs of some value heads, as a view."""
         ...
 
     def finish_outputs(self, outputs: Tensor, inputs: Inputs, table: SegmentTable) -> Tensor:
-        """Turn `outputs` into o [B, T, HV, V] in v's dtype, zero past the last sequence."""
+        """Turn `outputs` into o [B, T, HV, V] in v's dtype, zero past the last sequence.
+
+        Not a view: what autograd returns must be open to changes in place.
+        """
         ...
 
     def walk_state(

@@ -285,6 +285,19 @@ def test_what_no_implementation_serves_raises_with_the_reason():
         chunk_kda(**inputs, precision="tf32")
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_o_is_open_to_changes_in_place(impl):
+    """The returned o is no view, which autograd would refuse to change."""
+    inputs = {name: x.requires_grad_() for name, x in draw_inputs(T=20, K=16).items()}
+    o, _ = chunk_kda(**inputs, impl=impl)
+    o.mul_(2)
+    o.sum().backward()
+    once = inputs["v"].grad
+    inputs["v"].grad = None
+    (2 * chunk_kda(**inputs, impl=impl)[0]).sum().backward()
+    assert torch.equal(once, inputs["v"].grad)
+
+
 def test_ieee_and_auto_are_what_torch_does():
     """The defaults are spelled-out choices."""
     inputs = draw_inputs(T=70, initial_states=1)
