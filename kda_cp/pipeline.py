@@ -111,7 +111,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: Tensor | None) -> Output
         starts = entry
 
     plan, rank = table.plan, table.rank
-    parts = [(heads, terms.of_heads(heads)) for heads in _parts(call.exchange, state[0])]
+    parts = [(heads, terms.of_heads(heads)) for heads in _parts(call, state[0])]
     pending = []
     exits = torch.empty_like(entry) if parts or call.output_final_state else None
     for heads, part in parts:
@@ -179,7 +179,7 @@ def _backward(
         instances, rows = table.ending
         dexit[instances] = dfinal[rows]
     # Adjoint maps: what reaches the entry states if nothing comes from later fragments.
-    parts = [(heads, terms.of_heads(heads)) for heads in _parts(call.exchange, entry.shape[1])]
+    parts = [(heads, terms.of_heads(heads)) for heads in _parts(call, entry.shape[1])]
     pending = []
     for (heads, part), transitions in zip(parts, saved.transitions, strict=True):
         dwalked = dexit[table.entered.instances, heads]
@@ -217,11 +217,14 @@ def _backward(
     return grads, dinitial
 
 
-def _parts(exchange: Exchange, value_heads: int) -> list[slice]:
-    """The heads that are exchanged together; none where nothing travels."""
-    if not exchange.plan.exchanges_states:
+def _parts(call: Call, value_heads: int) -> list[slice]:
+    """The heads whose states go from fragment to fragment together; none where no state does."""
+    plan = call.exchange.plan
+    if not plan.exchanges_states and not call.table.entered.size:
         return []
-    return [slice(*piece) for piece in pieces(value_heads, min(exchange.parts, value_heads))]
+    # States between fragments of one rank do not travel: then all heads at once.
+    count = min(call.exchange.parts, value_heads) if plan.exchanges_states else 1
+    return [slice(*piece) for piece in pieces(value_heads, count)]
 
 
 def _select(*walked: tuple[Walk, Tensor], wanted: Tensor) -> Tensor:

@@ -23,6 +23,13 @@ def test_sharded_with_kernels(ranks, exchange, layout):
     assert_equals_oracle(ranks, call, 3)
 
 
+def test_fragments_out_of_order_on_one_rank(ranks):
+    """States go from fragment to fragment inside a rank, and none travels."""
+    fragments = {"fragments": [[(40, 90), (0, 40)], []]}
+    call = ShardedCall([0, 90], fragments, {"H": 1, "K": 16}, {"impl": "triton"})
+    assert_equals_oracle(ranks, call, 2)
+
+
 def test_dense_rows_with_kernels(ranks):
     """Rows of one length, each cut alike."""
     shape = {"B": 2, "H": 1, "HV": 2, "K": 16, "dtype": torch.float32}
