@@ -1,7 +1,9 @@
-"""Pinned launch configurations. Found by `launch/tune.py`, never searched at run time.
+"""Pinned launch configurations, never searched at run time.
 
 Ranks that chose different kernels would get different bits, and a search costs minutes; so a
-configuration is a function of sizes and dtypes only. Tuned on one H200, torch 2.11, Triton 3.6.
+configuration is a function of sizes and dtypes only. Found by trials on one H200, 2026-12-01, torch
+2.11, Triton 3.6, for bf16, K = V = 128, H 32 (docs/measurements.md); other sizes follow from what
+spills least when compiled. `launch/tune.py` looks for better ones and prints what to put here.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 
 
 class IntraConfig(NamedTuple):
-    """Launch of `intra.intra_kernel`."""
+    """Launch of `intra.scores_kernel`."""
 
     columns: int
     """key channels of a slice (BK)"""

@@ -201,7 +201,7 @@ def chunk_scores(
         elif GATE == 1:
             b_g = -(rate * LOG2E) * softplus(b_g + b_bias)
         else:
-            b_g = tl.rsqrt(1.0 + tl.exp2(rate * (b_g + b_bias)))
+            b_g = tl.rsqrt(1.0 + tl.exp2(rate * (b_g + b_bias)))  # cheaper than a division
             b_g *= b_g * lower_bound
         if not WHOLE:
             b_g = tl.where(m, b_g, 0.0)
